@@ -1,0 +1,228 @@
+"""`hybrid_shard` and `fully_shard`: wrap a model in place. `accumulate`: several microbatches, one cross-reduction."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from hsdp.control import agree
+from hsdp.describe import describe
+from hsdp.device import DeviceHandle
+from hsdp.hooks import wrap_method
+from hsdp.materialize import Init
+from hsdp.module import HSDPModule, state_of, wrapped_modules
+from hsdp.precision import Precision
+from hsdp.topology import check_mesh, init_mesh
+from hsdp.units import UnitPlan, UnitsArgument, choose_units, plan_group, plan_units
+from hsdp.wrap import Options, build, check_equal, check_plans, sync_buffers
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def hybrid_shard(
+    model: ModuleT,
+    *,
+    replicate: int | str | None = None,
+    shard: int | str | None = None,
+    mesh: DeviceMesh | tuple[int, int] | None = None,
+    units: UnitsArgument = None,
+    precision: Precision | None = None,
+    reshard_after_forward: bool | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    sync_replicas: bool = True,
+    init: Init | None = None,
+    timeout_s: float = 120.0,
+    announce: bool = True,
+) -> ModuleT:
+    """Shard `model` in place over a replicate x shard mesh, and return it. Every rank calls this with the same model.
+
+    Afterwards its parameters are DTensors `(Replicate(), Shard(0))`; make the optimizer from them. Gradients are the
+    mean over all ranks, as with DDP.
+
+    Args:
+        model: any module; one on the meta device is made real unit by unit.
+        replicate: number of copies of the model; see `init_mesh`.
+        shard: number of ranks that share one copy; see `init_mesh`.
+        mesh: instead of the two numbers, a mesh with axes ("replicate", "shard"), or the tuple (replicate, shard).
+        units: what is gathered together: module classes, class names, a predicate `module -> bool`, or None for the
+            repeated block. Parameters outside of all units are gathered with the model itself.
+        precision: mixed precision; None computes in the parameters' own dtype.
+        reshard_after_forward: release a unit's full parameters between its forward and its backward. None: yes, but
+            for those that backward needs first.
+        ignored_params: parameters that stay as they are, are not reduced and not made equal.
+        sync_replicas: make parameters and buffers those of the first rank, whatever the others hold.
+        init: called with every module that owns something on the meta device; default: its `reset_parameters()`.
+        timeout_s: how long this rank waits for another one in a collective, in seconds.
+        announce: print what was set up, once, on the first rank, to standard error.
+
+    Raises:
+        ValueError: on every rank alike: a mesh that does not fit the world, a model without parameters, one that is
+            wrapped already, or one that differs between ranks.
+
+    Example:
+        >>> hsdp.hybrid_shard(model, replicate=2, shard=4)  # doctest: +SKIP
+        >>> optimizer = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
+    """
+    mesh = _resolve_mesh(mesh, replicate, shard)
+    options = Options(precision or Precision(), reshard_after_forward, sync_replicas, timeout_s, init)
+
+    def plan() -> list[UnitPlan]:
+        _check_not_wrapped(model)
+        return plan_units(choose_units(model, units), ignored_params or ())
+
+    _wrap([model], plan, mesh, options)
+    if announce and mesh.mesh.flatten()[0] == dist.get_rank():
+        print(describe(model), file=sys.stderr, flush=True)
+    return model
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Precision | MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    sync_replicas: bool = True,
+    init: Init | None = None,
+    timeout_s: float = 120.0,
+) -> Any:
+    """Make one unit of `module`, with the meaning of `torch.distributed.fsdp.fully_shard`: call it bottom-up.
+
+    Args:
+        module: a module, or a list of modules that are gathered together.
+        mesh: 1-D to shard, 2-D (replicate, shard) to do both; default: 1-D over the world.
+        reshard_after_forward, ignored_params, sync_replicas, init, timeout_s: see `hybrid_shard`.
+        mp_policy: a `Precision`, or torch's `MixedPrecisionPolicy`.
+        shard_placement_fn, offload_policy: only their defaults so far.
+
+    Returns:
+        the module or list of modules that was given, wrapped in place.
+
+    Raises:
+        ValueError: see `hybrid_shard`.
+    """
+    modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
+    if mesh is None:
+        mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),), mesh_dim_names=("shard",))
+    options = Options(_precision_of(mp_policy), reshard_after_forward, sync_replicas, timeout_s, init)
+
+    def plan() -> list[UnitPlan]:
+        if mesh.ndim not in (1, 2):
+            raise ValueError(f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; fully_shard takes 1 or 2")
+        if shard_placement_fn is not None:
+            raise ValueError("shard_placement_fn: parameters are sharded along dim 0 only")
+        if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+            raise ValueError(f"offload_policy={offload_policy!r}: offloading is not supported")
+        for one in modules:
+            if isinstance(one, (nn.ModuleList, nn.ModuleDict)):
+                raise ValueError(f"{type(one).__name__} has no forward; wrap the modules in it")
+            if isinstance(one, HSDPModule):
+                raise ValueError(f"{type(one).__name__} is sharded already")
+        return [plan_group(modules, ignored_params or (), lambda child: isinstance(child, HSDPModule))]
+
+    _wrap(modules, plan, mesh, options)
+    return module
+
+
+def _wrap(modules: Sequence[nn.Module], plan: Callable[[], list[UnitPlan]], mesh: DeviceMesh, options: Options) -> None:
+    """The part that both entry points share. A mistake on any rank is the same error on all of them."""
+    problem, plans = None, []
+    try:
+        plans = plan()
+        check_plans(modules[0], plans)
+    except ValueError as error:
+        problem = str(error)
+    agree(problem, mesh)
+    salt = check_equal(plans, mesh, options)
+    build(plans, mesh, options, salt)
+    device = DeviceHandle(mesh.device_type).device
+    if options.sync_replicas:
+        for module in modules:
+            sync_buffers(module, mesh, device, options.precision)
+
+
+def _resolve_mesh(mesh: DeviceMesh | tuple[int, int] | None, replicate: Any, shard: Any) -> DeviceMesh:
+    if mesh is None:
+        return init_mesh(replicate=replicate, shard=shard)
+    if replicate is not None or shard is not None:
+        raise ValueError(f"give either mesh or the two numbers, not both: {mesh=}, {replicate=}, {shard=}")
+    if isinstance(mesh, DeviceMesh):
+        return check_mesh(mesh)
+    if not isinstance(mesh, (tuple, list)) or len(mesh) != 2:
+        raise ValueError(f"mesh={mesh!r}: expected a DeviceMesh or the tuple (replicate, shard)")
+    return init_mesh(replicate=mesh[0], shard=mesh[1])
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, HSDPModule):
+            where = f"its module {name!r}" if name else "it"
+            raise ValueError(f"{type(model).__name__} cannot be wrapped: {where} is sharded already")
+
+
+def _precision_of(policy: Precision | MixedPrecisionPolicy | None) -> Precision:
+    if isinstance(policy, MixedPrecisionPolicy):
+        return Precision(
+            param=policy.param_dtype,
+            reduce=policy.reduce_dtype,
+            output=policy.output_dtype,
+            cast_inputs=policy.cast_forward_inputs,
+        )
+    return policy or Precision()
+
+
+def _default_device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+@contextmanager
+def accumulate(model: nn.Module, defer: Literal["cross-reduce", "reduce"] = "cross-reduce") -> Iterator[None]:
+    """Context for the forward and backward of all but the last microbatch of a step.
+
+    Gradients then are the sum over the microbatches, kept in fp32, and the mean over ranks: divide the loss by the
+    number of microbatches if a mean over them is wanted.
+
+    Args:
+        model: a wrapped model, or one that holds wrapped modules.
+        defer: "cross-reduce" reduces inside rows and skips the slow axis: gradient memory stays that of the shards.
+            "reduce" communicates nothing, and keeps whole gradients on every rank.
+
+    Raises:
+        ValueError: `defer` is something else, or nothing in `model` is wrapped.
+    """
+    if defer not in ("cross-reduce", "reduce"):
+        raise ValueError(f'accumulate(defer={defer!r}): expected "cross-reduce" or "reduce"')
+    units = [state_of(module).unit for module in wrapped_modules(model)]
+    before = [(unit.reduces, unit.cross_reduces) for unit in units]
+    for unit in units:
+        unit.cross_reduces = False
+        unit.reduces = unit.reduces and defer == "cross-reduce"
+    try:
+        yield
+    finally:
+        for unit, (reduces, cross_reduces) in zip(units, before, strict=True):
+            unit.reduces, unit.cross_reduces = reduces, cross_reduces
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let `module.<name>(...)` gather and release the parameters of a wrapped module like its forward does.
+
+    Raises:
+        ValueError: the module is not wrapped, or has no such method.
+    """
+    state = state_of(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{type(module).__name__} has no method {name!r}")
+    wrap_method(module, name, state.hooks)

@@ -1,0 +1,271 @@
+"""Collectives on plain 1-D tensors: gather and reduce inside a row, all-reduce down a column.
+
+Knows groups, tensors and tags; nothing of parameters, modules or schedules. Everything is started at once and returns a
+`Pending`; nothing blocks before `wait()`.
+
+`DirectRow` (gloo)   every rank sends each peer exactly the bytes that peer needs, from and to their final places.
+                     gloo's own all-gather goes through a flat copy, its reduce-scatter is a clone and a full
+                     all-reduce; measured over 4 ranks and 12 MB: gather 9.5 against 11.4 ms, reduce 10 against 29.
+                     Messages carry tags, so ranks may start them in different orders and two units are never mixed up.
+`GroupedRow` (rest)  one grouped collective a call, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+TAG_SPACE = 1 << 30  # our tags lie at and above it, out of the way of a user's own send and recv in the same group
+
+
+class Pending:
+    """Communication under way.
+
+    `wait()`: the results are there, and further work on the current stream is ordered behind them.
+    `drain()`: moreover nothing reads or writes the buffers any more, so that they may be freed or overwritten.
+    Both may be called again.
+    """
+
+    def __init__(
+        self,
+        receives: Sequence[dist.Work | None] = (),
+        sends: Sequence[dist.Work | None] = (),
+        timeout: timedelta | None = None,
+        then: Callable[[], None] | None = None,
+        keep: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._receives = [work for work in receives if work is not None]
+        self._sends = [work for work in sends if work is not None]
+        self._timeout = timeout
+        self._then = then
+        self._keep = tuple(keep)  # buffers that must outlive the transfers
+
+    def wait(self) -> None:
+        receives, self._receives = self._receives, []
+        for work in receives:
+            self._wait(work)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def drain(self) -> None:
+        self.wait()
+        sends, self._sends = self._sends, []
+        for work in sends:
+            self._wait(work)
+        self._keep = ()
+
+    def _wait(self, work: dist.Work) -> None:
+        if self._timeout is None:
+            work.wait()
+        else:
+            work.wait(self._timeout)
+
+
+class Row(Protocol):
+    """What a unit needs inside its row. All tensors are 1-D and contiguous; `size` is S."""
+
+    rank: int
+    size: int
+    streaming: bool  # whether parameters are better reduced one by one as their gradients appear
+
+    def gather(self, slabs: Sequence[torch.Tensor], tag: int) -> Pending:
+        """All-gather in place; slab `[S * n]`, this rank's part `[rank * n : (rank + 1) * n]` already filled in."""
+
+    def reduce(self, jobs: Sequence[ReduceJob], tag: int) -> Pending:
+        """Reduce-scatter (sum) every job; `tag`, `tag + 1`, ... name the jobs."""
+
+
+class ReduceJob:
+    """One gradient to reduce-scatter.
+
+    `full` is cut into consecutive parts of `counts` elements, one a rank; the sum over ranks of this rank's part goes
+    to `out[: counts[rank]]`, added to what is there when `add`. `out` may be of a wider dtype than `full`.
+    """
+
+    __slots__ = ("add", "counts", "full", "out")
+
+    def __init__(self, full: torch.Tensor, counts: Sequence[int], out: torch.Tensor, add: bool) -> None:
+        self.full, self.counts, self.out, self.add = full, counts, out, add
+
+
+class DirectRow:
+    """Pairwise exchange, see the module's docstring."""
+
+    streaming = True
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+        self._group, self._timeout = group, timeout
+        self.rank, self.size = group.rank(), group.size()
+        # Each rank starts with its right-hand neighbour, so that no rank is everyone's first target.
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
+        return self._group.send([tensor], peer, tag) if tensor.numel() else None
+
+    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
+        return self._group.recv([tensor], peer, tag) if tensor.numel() else None
+
+    def gather(self, slabs: Sequence[torch.Tensor], tag: int) -> Pending:
+        receives: list[dist.Work | None] = []
+        sends: list[dist.Work | None] = []
+        for i, slab in enumerate(slabs):
+            parts = slab.view(self.size, -1)
+            for peer in reversed(self._peers):
+                receives.append(self._recv(parts[peer], peer, tag + i))
+            for peer in self._peers:
+                sends.append(self._send(parts[self.rank], peer, tag + i))
+        return Pending(receives, sends, self._timeout)
+
+    def reduce(self, jobs: Sequence[ReduceJob], tag: int) -> Pending:
+        receives: list[dist.Work | None] = []
+        sends: list[dist.Work | None] = []
+        keep: list[torch.Tensor] = []
+        sums: list[Callable[[], None]] = []
+        for i, job in enumerate(jobs):
+            parts = list(job.full.split(list(job.counts)))
+            own = parts[self.rank]
+            out = job.out[: own.numel()]
+            inboxes = self._inboxes(own, out, job.add)
+            for peer, inbox in zip(reversed(self._peers), inboxes, strict=True):
+                receives.append(self._recv(inbox, peer, tag + i))
+            for peer in self._peers:
+                sends.append(self._send(parts[peer], peer, tag + i))
+            keep += [job.full, *inboxes]
+            sums.append(_sum_into(out, own, inboxes, job.add))
+        return Pending(receives, sends, self._timeout, lambda: _run_all(sums), keep)
+
+    def _inboxes(self, own: torch.Tensor, out: torch.Tensor, add: bool) -> list[torch.Tensor]:
+        """Where the peers' parts arrive; the first goes straight into `out` when that is free and of the same dtype."""
+        straight = not add and out.dtype == own.dtype and self.size > 1
+        fresh = [torch.empty_like(own) for _ in range(self.size - 1 - int(straight))]
+        return [out, *fresh] if straight else fresh
+
+
+def _run_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def _sum_into(out: torch.Tensor, own: torch.Tensor, inboxes: Sequence[torch.Tensor], add: bool) -> Callable[[], None]:
+    """The local end of a reduce: `out (+)= own + inboxes`, in the dtype of `out`."""
+
+    def run() -> None:
+        if not out.numel():
+            return
+        terms = [own, *(inbox for inbox in inboxes if inbox is not out)]
+        if not add and len(terms) == len(inboxes) + 1:  # nothing was received into `out` itself
+            out.copy_(terms.pop(0))
+        for term in terms:
+            out.add_(term)
+
+    return run
+
+
+class GroupedRow:
+    """One grouped collective a call; a backend without grouping gets one asynchronous collective a tensor."""
+
+    streaming = False
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+        self._group, self._timeout = group, timeout
+        self.rank, self.size = group.rank(), group.size()
+        self._grouped = True
+
+    def gather(self, slabs: Sequence[torch.Tensor], tag: int) -> Pending:
+        inputs = [slab.view(self.size, -1)[self.rank] for slab in slabs]
+        slabs = list(slabs)
+        works = self._run(
+            lambda: self._group.allgather_into_tensor_coalesced(slabs, inputs),
+            [partial(_all_gather, out, own, self._group) for out, own in zip(slabs, inputs, strict=True)],
+        )
+        return Pending(works, (), self._timeout, keep=[*slabs, *inputs])
+
+    def reduce(self, jobs: Sequence[ReduceJob], tag: int) -> Pending:
+        inputs = [self._padded(job) for job in jobs]
+        outputs = [full.new_empty(full.numel() // self.size) for full in inputs]
+        works = self._run(
+            lambda: self._group.reduce_scatter_tensor_coalesced(outputs, inputs),
+            [partial(_reduce_scatter, out, full, self._group) for out, full in zip(outputs, inputs, strict=True)],
+        )
+
+        def finish() -> None:
+            for job, received in zip(jobs, outputs, strict=True):
+                count = job.counts[self.rank]
+                out = job.out[:count]
+                out.add_(received[:count]) if job.add else out.copy_(received[:count])
+
+        return Pending(works, (), self._timeout, finish, [*inputs, *outputs])
+
+    def _padded(self, job: ReduceJob) -> torch.Tensor:
+        """The gradient itself when every rank's part is equally long, else a copy padded to equal parts."""
+        part = max(job.counts)
+        if all(count == part for count in job.counts):
+            return job.full
+        padded = job.full.new_zeros(part * self.size)
+        for rank, piece in enumerate(job.full.split(list(job.counts))):
+            padded[rank * part : rank * part + piece.numel()].copy_(piece)
+        return padded
+
+    def _run(
+        self, grouped: Callable[[], dist.Work | None], single: Sequence[Callable[[], dist.Work | None]]
+    ) -> list[dist.Work | None]:
+        if self._grouped and len(single) > 1:
+            try:
+                return [grouped()]
+            except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+                if not _is_missing(error):
+                    raise
+                self._grouped = False
+        return [run() for run in single]
+
+
+def _is_missing(error: Exception) -> bool:
+    """Whether an error says that a backend lacks an operation, and not that the operation failed."""
+    if isinstance(error, (NotImplementedError, AttributeError, TypeError)):
+        return True
+    text = str(error).lower()
+    return "does not support" in text or "not implemented" in text or "no backend type" in text
+
+
+def _all_gather(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return run(out, own, group=group, async_op=True)
+
+
+def _reduce_scatter(out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return run(out, full, group=group, async_op=True)
+
+
+def make_row(group: dist.ProcessGroup, device_type: str, timeout: timedelta | None) -> Row:
+    """The row's collectives that suit the backend `group` has for `device_type`."""
+    return (DirectRow if backend_of(group, device_type) == "gloo" else GroupedRow)(group, timeout)
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """Name of the backend that `group` uses for `device_type`, for example "gloo"."""
+    config = dist.get_backend_config(group).lower()  # "cpu:gloo,xpu:xccl", or one name for every device
+    for item in config.split(","):
+        device, _, backend = item.partition(":")
+        if device == device_type:
+            return backend
+    return str(dist.get_backend(group)).lower()
+
+
+class Column:
+    """All-reduce (sum) down the replicate axis, in the order of the calls."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+        self._group, self._timeout = group, timeout
+        self.rank, self.size = group.rank(), group.size()
+
+    def all_reduce(self, bucket: torch.Tensor) -> Pending:
+        """Sum `bucket` over the column, in place; every rank ends with the same bits."""
+        work = dist.all_reduce(bucket, group=self._group, async_op=True)
+        return Pending([work], (), self._timeout, keep=[bucket])

@@ -1,0 +1,122 @@
+"""Module and autograd hooks: they turn what happens in PyTorch into events of the schedule, and decide nothing.
+
+module called      pre_forward    of its units, inputs cast
+module returns     post_forward   outputs cast; hooks on the outputs tell when backward reaches them
+backward arrives   pre_backward   the gradient of an output exists
+backward leaves    post_backward  the gradients of all inputs are complete
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from hsdp.schedule import Schedule
+from hsdp.tensors import find_tensors, map_tensors
+from hsdp.unit import Unit
+
+
+class ModuleHooks:
+    """The hooks of one wrapped module.
+
+    Args:
+        units: the units its forward needs: its own, and those that own parameters tied to its own.
+        is_root: whether its forward begins and ends a forward of the schedule.
+    """
+
+    def __init__(self, module: nn.Module, schedule: Schedule, units: list[Unit], is_root: bool) -> None:
+        self.schedule, self.units, self.is_root = schedule, units, is_root
+        self.precision = units[0].precision
+        self._num_watched_inputs = 0  # in the forward that runs now
+        self._handles = [
+            # The engine's bookkeeping is no part of a compiled graph; the module's own forward still is.
+            module.register_forward_pre_hook(torch.compiler.disable(self.pre_forward), prepend=True, with_kwargs=True),
+            module.register_forward_hook(torch.compiler.disable(self._forward_hook)),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gather, cast the inputs, and watch for the moment when all their gradients are known."""
+        if self.is_root:
+            self.schedule.begin_forward()
+        for unit in self.units:
+            self.schedule.pre_forward(unit)
+        args, kwargs = self.precision.cast_in(args), self.precision.cast_in(kwargs)
+        self._num_watched_inputs = 0
+        if torch.is_grad_enabled():
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self.post_forward(output)
+
+    def post_forward(self, output: Any) -> Any:
+        """Release, cast the outputs, and watch for the first gradient that reaches one of them."""
+        needs_backward = torch.is_grad_enabled() and self._watch_outputs(output)
+        for unit in self.units:
+            self.schedule.post_forward(unit, needs_backward)
+        if self.is_root:
+            self.schedule.end_forward(needs_backward)
+        return self.precision.cast_out(output)
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Give the module views of its inputs: the gradient of the view is that of this use of the input alone."""
+        views: list[torch.Tensor] = []
+
+        def view(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            views.append(tensor.view_as(tensor))
+            return views[-1]
+
+        args, kwargs = map_tensors(view, args), map_tensors(view, kwargs)
+        if len(views) == 1:
+            views[0].register_hook(self._post_backward)
+        elif views:
+            # Inputs that the outputs do not depend on get no gradient, and are not waited for.
+            register_multi_grad_hook(views, self._post_backward, mode="all")
+        self._num_watched_inputs = len(views)
+        return args, kwargs
+
+    def _watch_outputs(self, output: Any) -> bool:
+        tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+        if not tensors:
+            return False
+        watched_inputs = self._num_watched_inputs > 0
+        last_backward = [-1]  # with retain_graph the same outputs see several
+
+        def pre_backward(_: torch.Tensor) -> None:
+            self.schedule.enter_backward()
+            if last_backward[0] == self.schedule.num_backwards:
+                return
+            last_backward[0] = self.schedule.num_backwards
+            for unit in self.units:
+                self.schedule.pre_backward(unit, watched_inputs)
+
+        for tensor in tensors:
+            tensor.register_hook(pre_backward)
+        return True
+
+    def _post_backward(self, _: Any) -> None:
+        for unit in self.units:
+            self.schedule.post_backward(unit)
+
+
+def wrap_method(module: nn.Module, name: str, hooks: ModuleHooks) -> None:
+    """Let calls of `module.<name>` gather and release like calls of its forward."""
+    method = getattr(module, name)
+
+    @functools.wraps(method)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = hooks.pre_forward(self, args, kwargs)
+        return hooks.post_forward(method(*args, **kwargs))
+
+    setattr(module, name, MethodType(wrapped, module))

@@ -1,0 +1,89 @@
+"""Which dtype is used where: a frozen choice, and the casts it implies.
+
+shards (the optimizer's)      fp32     stay in the parameter's own dtype
+  -> gathered parameters      `param`
+  -> inputs of a unit         `param`  when `cast_inputs`
+  -> gradients on the wire    `reduce` (sums are kept in fp32 whatever travels)
+  -> outputs of a unit        `output`
+floating point buffers        `buffer`, once, at wrap
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from hsdp.tensors import map_tensors
+
+_GATHERABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Mixed precision of a wrapped module. `None` leaves a dtype as it is.
+
+    Args:
+        param: dtype of the gathered parameters, and so of the computing.
+        reduce: dtype in which gradients travel inside a row; `None` means the gradients' own dtype. Sums of gradients,
+            over ranks and over microbatches, are kept in fp32 (fp64 for fp64 parameters).
+        output: dtype of floating point outputs of a unit's forward.
+        buffer: dtype to which floating point buffers are cast when the module is wrapped. Left alone by default:
+            running statistics lose updates in bf16.
+        cast_inputs: cast floating point inputs of a unit's forward to `param`.
+
+    Raises:
+        ValueError: a dtype that is not float64, float32, float16 or bfloat16.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    buffer: torch.dtype | None = None
+    cast_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "cast_inputs" and value is not None and value not in _GATHERABLE:
+                names = ", ".join(str(dtype) for dtype in _GATHERABLE)
+                raise ValueError(f"Precision({field.name}={value!r}): expected None or one of {names}")
+
+    def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which a parameter of `dtype` is gathered; integers are never cast."""
+        return self.param if self.param is not None and dtype.is_floating_point else dtype
+
+    def wire_dtype(self, grad: torch.dtype) -> torch.dtype:
+        """Dtype in which a gradient of dtype `grad` travels.
+
+        A gradient that `reduce` can hold exactly travels as it is: the sum is made in a wider dtype anyway, so widening
+        it on the wire would double the bytes and change nothing.
+        """
+        if self.reduce is None or torch.promote_types(grad, self.reduce) == self.reduce:
+            return grad
+        return self.reduce
+
+    def cast_in(self, value: Any) -> Any:
+        """Cast the floating point tensors in a unit's inputs."""
+        return cast_floats(value, self.param) if self.param is not None and self.cast_inputs else value
+
+    def cast_out(self, value: Any) -> Any:
+        """Cast the floating point tensors in a unit's outputs."""
+        return cast_floats(value, self.output) if self.output is not None else value
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which gradients of a parameter of `dtype` are summed: at least fp32."""
+    if dtype.is_floating_point:
+        return torch.promote_types(dtype, torch.float32)
+    return torch.promote_types(dtype, torch.complex64) if dtype.is_complex else dtype
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating point tensor in a nest of containers to `dtype`."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, value)

@@ -1,0 +1,324 @@
+"""Schedule: when units are gathered, prefetched, released and reduced, over one forward and backward.
+
+    forward   unit 0: gather, start gather of 1, compute, release | unit 1: ... | last unit: keep
+    backward  last unit: compute; as gradients appear: reduce | release | start gather of the one before | ...
+              behind it: cross-reduce every bucket that is full
+    end       reduce what is missing (zeros for what got no gradient), wait, hand out `.grad`, release everything
+
+Calls units and gradients; hooks call it. All ranks see the same calls in the same order when they run the same model,
+and a unit always reduces all its trainable parameters, whatever happened in backward on this rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from hsdp.collectives import TAG_SPACE, Column, Pending
+from hsdp.gradients import Gradients
+from hsdp.placement import World
+from hsdp.segment import Segment
+from hsdp.unit import State, Unit
+
+BUCKET_BYTES = 8 * 2**20  # a cross-reduce message large enough that the slow link's latency does not matter
+
+
+@dataclass(eq=False)
+class UnitState:
+    """What the schedule remembers of one unit."""
+
+    unit: Unit
+    reshard_after_forward: bool | None = None  # None: release unless backward needs it next
+    reshard_after_backward: bool = True
+    forward_prefetch: list[Unit] | None = None  # set by the user; None: from the recorded order
+    backward_prefetch: list[Unit] | None = None
+    in_forward: int = 0  # forwards of modules that use this unit and did not return
+    running: int = 0  # backwards of this unit's module that began and did not end
+    missing: set[tuple[Segment, int]] = field(default_factory=set)  # gradients this backward still waits for
+    outstanding: int = 0  # reductions sent and not finished
+    sent: bool = False  # whether every reduction of this backward is sent
+    written: set[tuple[Segment, int]] = field(default_factory=set)  # direct slots reduced in this backward
+
+
+class Schedule:
+    """One schedule for a root module and all units below it.
+
+    Args:
+        units: in the order their modules are registered, children before their parents, the root's last.
+        column: the replicate axis, or None where it has one rank.
+        salt: tells this schedule's messages from those of another one over the same groups; equal on all ranks.
+    """
+
+    def __init__(self, units: list[Unit], mesh: DeviceMesh, column: Column | None, salt: int) -> None:
+        self.units, self.mesh, self.column = units, mesh, column
+        self.states = {unit: UnitState(unit) for unit in units}
+        self._state_of = {segment: state for unit, state in self.states.items() for segment in unit.segments}
+        self.hooks: list[Any] = []  # the module hooks that call this schedule, to hand them over to another one
+        self.world: World | None = None  # where the mesh's ranks sit, by position in the mesh
+        self.is_last_backward = True
+        self.in_backward = False
+        self.num_backwards = 0
+        self._tag_units(salt)
+        self._gradients: Gradients | None = None
+        self._order: list[Unit] = []  # units in the order of this forward
+        self._last_order: list[Unit] = []  # and of the one before
+        self._to_come: list[Unit] = []  # units whose backward is still to come, in forward order
+        self._reducing: deque[tuple[Pending, Segment, int]] = deque()
+        self._reducing_bytes = 0
+        for unit in units:
+            unit.listener = self.gradient_ready
+            self.watch_gradients(unit)
+        largest = max((unit.gathered_bytes for unit in units), default=0)
+        self.max_reducing_bytes = max(largest // 2, 1)
+
+    def _tag_units(self, salt: int) -> None:
+        tag = TAG_SPACE + (salt % 1024) * 2**20
+        for unit in self.units:
+            unit.tag = tag
+            tag += 2 * unit.num_tags
+        if tag >= TAG_SPACE + (salt % 1024 + 1) * 2**20:
+            raise ValueError(f"too many parameters for one wrapped module: their messages need {tag} tags of {2**20}")
+
+    def take_over(self, old: Schedule) -> None:
+        """Go on where `old` was for its units: its settings, its hooks."""
+        for unit, state in old.states.items():
+            mine = self.states[unit]
+            mine.reshard_after_forward = state.reshard_after_forward
+            mine.reshard_after_backward = state.reshard_after_backward
+            mine.forward_prefetch, mine.backward_prefetch = state.forward_prefetch, state.backward_prefetch
+        for hooks in old.hooks:
+            hooks.schedule, hooks.is_root = self, False
+            self.hooks.append(hooks)
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The root's forward begins: what was recorded in the last one is now the expectation."""
+        if not self.in_backward and self._order:
+            self._last_order, self._order = self._order, []
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Gather `unit` for its forward (or for its recomputation in backward) and start on the next one."""
+        if not self.in_backward:
+            self.watch_gradients(unit)
+        unit.finish_gather()
+        if self.in_backward:
+            return
+        self.states[unit].in_forward += 1
+        self._order.append(unit)
+        chosen = self.states[unit].forward_prefetch
+        for following in self._expected() if chosen is None else chosen:
+            following.start_gather()
+
+    def _expected(self) -> list[Unit]:
+        """The unit whose forward comes next if this forward goes like the last one; none where it does not."""
+        done = len(self._order)
+        if done and done < len(self._last_order) and self._last_order[done - 1] is self._order[-1]:
+            return [self._last_order[done]]
+        return []
+
+    def post_forward(self, unit: Unit, needs_backward: bool) -> None:
+        """Release `unit` after its forward unless backward, or the very next forward, needs it at once."""
+        if self.in_backward:
+            return
+        state = self.states[unit]
+        state.in_forward = max(0, state.in_forward - 1)
+        if needs_backward:
+            self._to_come.append(unit)
+        reshard = state.reshard_after_forward
+        if reshard is None:
+            at_end = len(self._order) == len(self._last_order) and self._order == self._last_order
+            reshard = not at_end and unit not in self._expected()
+        if state.in_forward == 0 and (reshard or not needs_backward):
+            unit.release()
+
+    def end_forward(self, needs_backward: bool) -> None:
+        """The root's forward ended. Without a backward to come nothing stays gathered."""
+        if not needs_backward and not self.in_backward and not self._to_come:
+            for unit in self.units:
+                unit.release()
+
+    def watch_gradients(self, unit: Unit) -> None:
+        """Learn of the gradients of the parameters that require one now; freezing changes what is reduced."""
+        changed = [segment.plan_gradients() for segment in unit.segments]
+        if not any(changed):
+            return
+        if self._gradients is not None and self._gradients.deferred:
+            raise RuntimeError(
+                f"requires_grad changed in unit {unit.name!r} while gradients of earlier microbatches wait to be "
+                "reduced; freeze and unfreeze between steps"
+            )
+        self._gradients = None
+        unit.watch_gradients()
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def enter_backward(self) -> None:
+        """The first event of a backward: see that its end is noticed, and what it has to reduce."""
+        if self.in_backward:
+            return
+        self.in_backward = True
+        self.num_backwards += 1
+        # The only way to learn of the end of a backward; DDP and FSDP use it as well.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.gradients.begin()
+        for state in self.states.values():
+            state.missing = {(s, i) for s in state.unit.segments for i in s.grads.offsets}
+            state.outstanding, state.sent, state.written = 0, False, set()
+
+    @property
+    def gradients(self) -> Gradients:
+        if self._gradients is None:
+            self._gradients = Gradients(self.units[::-1], self.column, BUCKET_BYTES)
+        return self._gradients
+
+    def pre_backward(self, unit: Unit, ends: bool) -> None:
+        """Gradients reach the output of `unit`: gather it and start on the one before.
+
+        `ends` says whether a `post_backward` will follow. Without one (no input needs a gradient) the unit's own
+        gradients are all that its backward is for, and it ends with the last of them.
+        """
+        self.enter_backward()
+        state = self.states[unit]
+        state.running += int(ends)
+        unit.finish_gather()
+        if state.backward_prefetch is not None:
+            for earlier in state.backward_prefetch:
+                earlier.start_gather()
+            return
+        if unit in self._to_come:  # not so in a recomputation, and in a second backward through the same graph
+            while self._to_come.pop() is not unit:
+                pass
+        if self._to_come:
+            self._to_come[-1].start_gather()
+
+    def post_backward(self, unit: Unit) -> None:
+        """Gradients of the inputs of `unit` are complete."""
+        state = self.states[unit]
+        state.running = max(0, state.running - 1)
+        self._release_if_done(state)
+
+    def gradient_ready(self, unit: Unit, segment: Segment, i: int) -> None:
+        """Autograd has the whole gradient of one gathered parameter."""
+        self.enter_backward()
+        state = self.states[unit]
+        if state.sent:
+            raise RuntimeError(
+                f"parameter {segment.params[i].name!r} got a second gradient in one backward after its unit was "
+                "reduced; a module used twice needs torch.utils.checkpoint with use_reentrant=False"
+            )
+        self.gradients.used(segment)[i] = True
+        state.missing.discard((segment, i))
+        if not unit.reduces:
+            segment.keep_whole(i)
+        elif segment.row.streaming and not segment.layout.slots[i].packed:
+            self._reduce_direct(state, segment, [i])
+        if not state.missing:
+            if unit.reduces and not state.sent:
+                self._reduce_rest(state)
+            self._release_if_done(state)
+
+    def _release_if_done(self, state: UnitState) -> None:
+        """Release a unit in backward once its gradients are complete and nothing of it runs any more.
+
+        One alone does not do: a branch that does not depend on the inputs may still run when their gradients are
+        complete, and a frozen weight is still needed when the last trainable one has its gradient.
+        """
+        done = state.running == 0 and not state.missing and state.unit not in self._to_come
+        if done and state.reshard_after_backward:
+            state.unit.release()
+
+    # -- reductions --------------------------------------------------------------------------------------------------
+
+    def _reduce_direct(self, state: UnitState, segment: Segment, slots: list[int]) -> None:
+        region, holds_sums = self.gradients.region(segment), self.gradients.holds_sums(segment)
+        jobs, numel = [], 0
+        for i in slots:
+            job, used = segment.direct_job(i, region, holds_sums or (segment, i) in state.written)
+            self.gradients.used(segment)[i] |= used
+            state.written.add((segment, i))
+            jobs.append(job)
+            numel += job.full.numel()
+        tag = state.unit.tag + state.unit.num_tags + self._first_tag(state.unit, segment) + 1 + slots[0]
+        self._launch(state, segment, segment.row.reduce(jobs, tag), numel * segment.gathered_dtype.itemsize)
+
+    @staticmethod
+    def _first_tag(unit: Unit, segment: Segment) -> int:
+        return sum(len(s.params) + 1 for s in unit.segments[: unit.segments.index(segment)])
+
+    def _launch(self, state: UnitState, segment: Segment, pending: Pending, num_bytes: int) -> None:
+        state.outstanding += 1
+        self._reducing.append((pending, segment, num_bytes))
+        self._reducing_bytes += num_bytes
+        limit = self.max_reducing_bytes if self.mesh.size() > 1 else 0
+        while self._reducing and self._reducing_bytes > limit:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        pending, segment, num_bytes = self._reducing.popleft()
+        pending.drain()
+        self._reducing_bytes -= num_bytes
+        state = self._state_of[segment]
+        state.outstanding -= 1
+        self._check_reduced(state)
+
+    def _reduce_rest(self, state: UnitState) -> None:
+        """Send what was not sent as it appeared: packed slots, flags, and zeros for what got no gradient."""
+        for segment in state.unit.segments:
+            if not segment.grads.offsets:
+                continue
+            direct = [i for i in segment.grads.offsets if not segment.layout.slots[i].packed]
+            if segment.row.streaming:
+                for i in direct:
+                    if (segment, i) in state.missing:
+                        self._reduce_direct(state, segment, [i])
+            elif direct:
+                self._reduce_direct(state, segment, direct)
+            region, add = self.gradients.region(segment), self.gradients.holds_sums(segment)
+            used = self.gradients.used(segment)
+            for i in segment.grads.offsets:
+                used[i] |= segment.has_grad(i)
+            job = segment.packed_job(used, region, add)
+            tag = state.unit.tag + state.unit.num_tags + self._first_tag(state.unit, segment)
+            pending = segment.row.reduce([job], tag)
+            self._launch(state, segment, pending, job.full.numel() * job.full.element_size())
+        state.sent = True
+        self._check_reduced(state)
+
+    def _check_reduced(self, state: UnitState) -> None:
+        """Tell the gradients once every reduction of a unit has arrived."""
+        if state.sent and state.outstanding == 0:
+            for segment in state.unit.segments:
+                if segment.grads.offsets:
+                    self.gradients.segment_reduced(segment)
+
+    # -- the end of a backward ---------------------------------------------------------------------------------------
+
+    def _end_backward(self) -> None:
+        """Autograd's engine is done with one call of backward."""
+        for unit in reversed(self.units):
+            state = self.states[unit]
+            if unit.reduces and not state.sent:
+                self._reduce_rest(state)
+        while self._reducing:
+            self._finish_oldest()
+        self.gradients.finish()
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the state between two steps: nothing runs, nothing is gathered but what must stay so."""
+        self.in_backward = False
+        if self.is_last_backward:  # otherwise forwards of other microbatches still wait for theirs
+            self._to_come = []
+            if self._order:
+                self._last_order, self._order = self._order, []
+        for state in self.states.values():
+            state.in_forward, state.running, state.missing = 0, 0, set()
+            if state.reshard_after_backward:
+                state.unit.release()
+            elif state.unit.state is State.GATHERING:
+                state.unit.finish_gather()

@@ -1,0 +1,142 @@
+"""Unit: a module whose parameters are gathered together, as a small state machine over its segments.
+
+    sharded --start_gather--> gathering --finish_gather--> gathered --release--> sharded
+
+Knows its own memory and messages, not the order of events: when to gather, prefetch, reduce and release is the
+schedule's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hsdp.collectives import Pending, Row
+from hsdp.precision import Precision
+from hsdp.segment import Param, Segment
+
+_TIE = "_hsdp_tie"  # on a user's parameter that was sharded: what it became, to find it again in another place
+
+
+class State(Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+def find_tie(parameter: nn.Parameter) -> tuple[Param, Unit] | None:
+    """What a parameter became, if a unit has taken it already under another name; that is how ties are found."""
+    param_ref, unit_ref = getattr(parameter, _TIE, (None, None))
+    param, unit = (param_ref(), unit_ref()) if param_ref is not None and unit_ref is not None else (None, None)
+    return (param, unit) if param is not None and unit is not None and param.sharded is not parameter else None
+
+
+class Unit:
+    """The parameters of `module` that no unit below it has taken.
+
+    Args:
+        name: qualified name of the module from the wrapped root; "" for the root.
+        index: place of the unit among the units of its schedule; names its messages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: tuple[nn.Module, ...],
+        params: list[Param],
+        mesh: DeviceMesh,
+        row: Row,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        self.name, self.modules, self.mesh, self.precision, self.row = name, modules, mesh, precision, row
+        groups: dict[tuple[torch.dtype, torch.dtype], list[Param]] = {}
+        for param in params:
+            dtype = param.sharded.dtype
+            groups.setdefault((dtype, precision.param_dtype(dtype)), []).append(param)
+        originals = {param: param.sharded for param in params}
+        self.segments = [Segment(group, mesh, row, precision, device) for group in groups.values()]
+        self.state = State.SHARDED
+        self.tag = 0  # set by the schedule: the first tag of this unit's messages
+        self.reduces = True  # False: a backward leaves gradients whole and communicates nothing
+        self.cross_reduces = True  # False: a backward reduces inside the row only
+        self.divide_factor: float = mesh.size()
+        self.listener: Callable[[Unit, Segment, int], None] | None = None  # hears of every complete gradient
+        self._pending: list[Pending] = []
+        for param in params:
+            param.show(param.sharded)
+            setattr(originals[param], _TIE, (weakref.ref(param), weakref.ref(self)))
+
+    @property
+    def params(self) -> list[Param]:
+        return [param for segment in self.segments for param in segment.params]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory of the gathered form."""
+        return sum(segment.gathered_bytes for segment in self.segments)
+
+    @property
+    def num_tags(self) -> int:
+        """Tags that the messages of one gather or one reduction need."""
+        return sum(len(segment.params) + 1 for segment in self.segments)
+
+    def start_gather(self) -> None:
+        """Start making the full parameters exist; nothing to do where they do or will."""
+        if self.state is not State.SHARDED:
+            return
+        tag = self.tag
+        for segment in self.segments:
+            segment.adopt()
+            self._pending.append(segment.start_gather(tag))
+            tag += len(segment.params) + 1
+        self.state = State.GATHERING
+
+    def finish_gather(self) -> None:
+        """Wait until the full parameters exist and let the modules see them."""
+        self.start_gather()
+        if self.state is State.GATHERED:
+            return
+        for segment, pending in zip(self.segments, self._pending, strict=True):
+            segment.finish_gather(pending)
+        for param in self.params:
+            param.show(param.gathered)
+        self.state = State.GATHERED
+
+    def release(self) -> None:
+        """Make the full parameters vanish; the modules see the sharded ones again."""
+        if self.state is State.SHARDED:
+            return
+        for pending in self._pending:
+            pending.drain()
+        self._pending = []
+        for segment in self.segments:
+            segment.free()
+        if self.state is State.GATHERED:
+            for param in self.params:
+                param.show(param.sharded)
+        self.state = State.SHARDED
+
+    def watch_gradients(self) -> None:
+        """Tell the listener whenever autograd has accumulated the gradient of a trainable parameter."""
+        this = weakref.ref(self)  # the hook lives as long as the parameter, the unit need not
+
+        def watch(segment_number: int, i: int) -> Callable[[torch.Tensor], None]:
+            def ready(_: torch.Tensor) -> None:
+                unit = this()
+                if unit is not None and unit.listener is not None:
+                    unit.listener(unit, unit.segments[segment_number], i)
+
+            return ready
+
+        for number, segment in enumerate(self.segments):
+            for i in segment.grads.offsets:
+                param = segment.params[i]
+                if not param.watched:
+                    param.gathered.register_post_accumulate_grad_hook(watch(number, i))
+                    param.watched = True

@@ -1,0 +1,203 @@
+"""From a plan to a wrapped model: memory for the units, equal values on every rank, hooks.
+
+Every function here is a collective over the mesh: all ranks of it call it with the same model.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hsdp.collectives import Column, make_row
+from hsdp.control import exchange_over_mesh, first_difference
+from hsdp.device import DeviceHandle
+from hsdp.hooks import ModuleHooks
+from hsdp.materialize import Init, materialize
+from hsdp.module import HSDPModule, ModuleState, become, state_of
+from hsdp.precision import Precision, cast_floats
+from hsdp.schedule import Schedule
+from hsdp.topology import discover
+from hsdp.unit import Unit
+from hsdp.units import UnitPlan, own_modules
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose for a wrap, beside the model and the mesh."""
+
+    precision: Precision
+    reshard_after_forward: bool | None = None
+    sync_replicas: bool = True
+    timeout_s: float = 120.0
+    init: Init | None = None
+
+
+def check_plans(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
+    """Refuse what cannot be sharded.
+
+    Raises:
+        ValueError: nothing to shard, or a parameter of a kind that has no rows.
+    """
+    if not any(plan.params or plan.ties or plan.foreign_ties for plan in plans):
+        raise ValueError(f"{type(model).__name__} has no parameters to shard")
+    for plan in plans:
+        for param in plan.params:
+            tensor = param.sharded
+            if isinstance(tensor, DTensor):
+                raise ValueError(f"parameter {param.name!r} is a DTensor already; wrap a model of plain parameters")
+            if tensor.ndim == 0:
+                raise ValueError(f"parameter {param.name!r} has no dims, so no rows to shard; make its shape (1,)")
+            if tensor.layout != torch.strided:
+                raise ValueError(f"parameter {param.name!r} has layout {tensor.layout}; only dense ones can be sharded")
+
+
+def check_equal(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options) -> int:
+    """Refuse, on every rank, a model or options that differ between ranks; return a number they all share.
+
+    Raises:
+        ValueError: with the first difference and the ranks that have it.
+    """
+    description: dict[str, Any] = {
+        "options": {
+            "precision": repr(options.precision),
+            "reshard_after_forward": repr(options.reshard_after_forward),
+            "sync_replicas": options.sync_replicas,
+            "mesh": list(mesh.mesh.shape),
+        },
+        "units": {
+            plan.name or "(root)": {
+                param.name: {
+                    "shape": list(param.sharded.shape),
+                    "dtype": str(param.sharded.dtype),
+                    "requires_grad": param.sharded.requires_grad,
+                }
+                for param in plan.params
+            }
+            for plan in plans
+        },
+    }
+    ranks = mesh.mesh.flatten().tolist()
+    difference = first_difference(exchange_over_mesh(description, mesh), ranks)
+    if difference:
+        raise ValueError(f"the model or its options differ between ranks: {difference}")
+    return zlib.crc32(repr(description).encode())
+
+
+def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: int) -> Schedule:
+    """Make the units of `plans` (children first, the root last), their schedule and their hooks."""
+    device = DeviceHandle(mesh.device_type).device
+    timeout = timedelta(seconds=options.timeout_s)
+    row = make_row(mesh.get_group(mesh.ndim - 1), mesh.device_type, timeout)
+    column = Column(mesh.get_group(0), timeout) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    seed = exchange_over_mesh(torch.initial_seed(), mesh)[0]
+    units: dict[int, Unit] = {}
+    for plan in plans:
+        for name, module in zip(plan.names, plan.modules, strict=True):
+            materialize(module, own_modules(module, name, plans), device, seed, options.init)
+        _refresh(plan)
+        if options.sync_replicas:
+            sync_rows(plan, mesh, device)
+        unit = Unit(plan.name, tuple(plan.modules), plan.params, mesh, row, options.precision, device)
+        if options.sync_replicas:
+            sync_columns(unit, mesh)
+        units[id(plan)] = unit
+    schedule = _schedule(plans, [units[id(plan)] for plan in plans], mesh, column, salt)
+    schedule.world = discover(mesh)
+    for plan in plans:
+        unit = units[id(plan)]
+        schedule.states[unit].reshard_after_forward = options.reshard_after_forward
+        needs = [unit, *(units[id(tie)] for tie in plan.ties), *plan.foreign_ties]
+        for module in plan.modules:
+            _attach(module, schedule, unit, needs, is_root=plan is plans[-1])
+    return schedule
+
+
+def _schedule(
+    plans: Sequence[UnitPlan], units: list[Unit], mesh: DeviceMesh, column: Column | None, salt: int
+) -> Schedule:
+    """One schedule for the new units and for those that were wrapped before below or beside them."""
+    modules = {id(module): module for plan in plans for top in plan.modules for module in top.modules()}
+    for plan in plans:
+        for tie in plan.foreign_ties:
+            modules.update((id(module), module) for module in tie.modules)
+    wrapped = [module for module in modules.values() if isinstance(module, HSDPModule)]
+    earlier = list(dict.fromkeys(state_of(module).schedule for module in wrapped))
+    # Units on another mesh keep a schedule of their own: their order is theirs.
+    earlier = [schedule for schedule in earlier if schedule.mesh == mesh]
+    schedule = Schedule([unit for old in earlier for unit in old.units] + units, mesh, column, salt)
+    for old in earlier:
+        schedule.take_over(old)
+    return schedule
+
+
+def _refresh(plan: UnitPlan) -> None:
+    """Take up the parameters that materialisation put in the place of those on the meta device."""
+    for param in plan.params:
+        module, attribute = param.owners[0]
+        current = module._parameters[attribute]
+        assert current is not None, f"parameter {param.name!r} vanished"
+        param.sharded = current
+        param.show(current)
+
+
+def _attach(module: nn.Module, schedule: Schedule, unit: Unit, needs: list[Unit], is_root: bool) -> None:
+    hooks = ModuleHooks(module, schedule, needs, is_root)
+    schedule.hooks.append(hooks)
+    become(module, ModuleState(unit, hooks))
+
+    def to_sharded(module: nn.Module, *_: Any) -> None:
+        state_of(module).unit.release()
+
+    module.register_state_dict_pre_hook(to_sharded)
+    module.register_load_state_dict_pre_hook(to_sharded)
+
+
+def sync_rows(plan: UnitPlan, mesh: DeviceMesh, device: torch.device) -> None:
+    """Give the ranks of the first row the whole parameters of the mesh's first rank, before they are cut."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the mesh"
+    if mesh.ndim == 2 and coordinate[0] != 0:
+        return
+    group = mesh.get_group(mesh.ndim - 1)
+    for param in plan.params:
+        _broadcast(param.sharded, group, device)
+
+
+def sync_columns(unit: Unit, mesh: DeviceMesh) -> None:
+    """Give every row the shards of the first one."""
+    if mesh.ndim == 2:
+        for segment in unit.segments:
+            _broadcast(segment.shard, mesh.get_group(0), segment.shard.device)
+
+
+def sync_buffers(model: nn.Module, mesh: DeviceMesh, device: torch.device, precision: Precision) -> None:
+    """Move all buffers to the device, make them those of the mesh's first rank, and cast them."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or isinstance(buffer, DTensor):
+                continue
+            moved = buffer.to(device)
+            for axis in reversed(range(mesh.ndim)):
+                _broadcast(moved, mesh.get_group(axis), device)
+            module._buffers[name] = cast_floats(moved, precision.buffer) if precision.buffer is not None else moved
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Broadcast from the group's first rank, in place."""
+    if group.size() == 1 or not tensor.numel():
+        return
+    with torch.no_grad():
+        source = tensor.detach()
+        sent = source.to(device).contiguous()
+        dist.broadcast(sent, group=group, group_src=0)
+        if sent.data_ptr() != source.data_ptr():
+            source.copy_(sent)
