@@ -30,7 +30,7 @@ lint: .venv/dev.stamp
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each check ends with one line that says what is missing; make's own "Error 1" follows it.
 .venv/venv.stamp:

@@ -11,39 +11,30 @@ rank of every run is a new fork of that template: start-up costs milliseconds an
                  `-- rank 2 --/
 
 What a rank prints is printed again by the parent with the rank in front, so `capsys` and pytest's report have it.
-A rank ends with its run: it is killed when it does not answer, and it ends itself when the pytest process is gone.
+A rank ends with its run: one that does not answer is asked where it is, then killed; and all end themselves when the
+pytest process is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import datetime
-import importlib
-import importlib.util
-import io
 import multiprocessing
 import multiprocessing.connection
 import os
-import random
 import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from harness_rank import SHOW_STACKS, Job, Outcome, dump, load, rank_main
 
 MAX_WORLD = 8
-_PR_SET_PDEATHSIG = 1
 # Imported once in the template; whatever is missing here is imported again by each rank that needs it.
 _PRELOAD = [
     "pytest",
@@ -67,37 +58,12 @@ class RankError(Exception):
         self.errors = errors
 
 
-@dataclass(frozen=True)
-class _Job:
-    """All that one rank needs to know. Plain values only, so that nothing but the run itself can fail to unpickle."""
-
-    rank: int
-    world: int
-    module: str
-    file: str
-    qualname: str
-    arguments: bytes  # torch.save of (args, kwargs)
-    environment: dict[str, str]
-    cwd: str
-    log_path: str
-    store_port: int
-    group_timeout_s: float
-    init_group: bool
-
-
-@dataclass
-class _Outcome:
-    value: Any = None
-    error: tuple[str, str] | None = None  # exception type name, message
-    trace: str = ""
-
-
 @dataclass
 class _Rank:
     process: BaseProcess
     connection: multiprocessing.connection.Connection
     log: Path
-    outcome: _Outcome | None = None
+    outcome: Outcome | None = None
 
 
 @dataclass
@@ -128,14 +94,14 @@ def run_ranks(
     Raises RankError with every failed rank and its traceback; ValueError for a wrong call.
     """
     _check_call(world, fn)
-    arguments = _dump((args, kwargs))
+    arguments = dump((args, kwargs))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)
     context = _context(fresh)
     run = _Run()
     with tempfile.TemporaryDirectory(prefix="hsdp-ranks-") as folder:
         try:
             for rank in range(world):
-                job = _Job(
+                job = Job(
                     rank=rank,
                     world=world,
                     module=fn.__module__,
@@ -145,6 +111,7 @@ def run_ranks(
                     environment=_environment(rank, world, store.port),
                     cwd=os.getcwd(),
                     log_path=os.path.join(folder, f"rank{rank}.log"),
+                    lifetime_s=timeout_s + grace_s + 60,
                     store_port=store.port,
                     group_timeout_s=group_timeout_s,
                     init_group=init_group,
@@ -158,9 +125,6 @@ def run_ranks(
     if run.failed:
         raise RankError(*_describe(run, logs))
     return [rank.outcome.value for rank in run.ranks if rank.outcome is not None]
-
-
-# ---------------------------------------------------------------------------------------------------------- parent
 
 
 def _check_call(world: int, fn: Callable[..., Any]) -> None:
@@ -179,22 +143,6 @@ def _context(fresh: bool) -> Any:
     return context
 
 
-@contextlib.contextmanager
-def _one_thread_environment() -> Iterator[None]:
-    """numpy's BLAS must start no threads in the template: a fork copies only the thread that forks."""
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
     return {
@@ -208,11 +156,10 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def _start(context: Any, job: _Job) -> _Rank:
+def _start(context: Any, job: Job) -> _Rank:
     parent_end, child_end = context.Pipe()
-    process = context.Process(target=_rank_main, args=(job, child_end), name=f"hsdp-test-rank{job.rank}")
-    with _one_thread_environment():
-        process.start()
+    process = context.Process(target=rank_main, args=(job, child_end), name=f"hsdp-test-rank{job.rank}")
+    process.start()
     child_end.close()  # a dead rank is then the end of the connection
     return _Rank(process, parent_end, Path(job.log_path))
 
@@ -236,23 +183,33 @@ def _collect(run: _Run, timeout_s: float, grace_s: float) -> None:
                 if len(run.failed) == 1 and time.monotonic() + grace_s < deadline:
                     deadline = time.monotonic() + grace_s
                     why = f"no answer within grace_s={grace_s:g} after the failure of rank {index}"
-    for index in sorted(waiting.values()):
-        run.ranks[index].outcome = _Outcome(error=("TimeoutError", why))
+    hanging = sorted(waiting.values())
+    _ask_for_stacks([run.ranks[index] for index in hanging])
+    for index in hanging:
+        run.ranks[index].outcome = Outcome(error=("TimeoutError", why))
         run.failed.append(index)
 
 
-def _receive(rank: _Rank) -> _Outcome:
+def _ask_for_stacks(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        if rank.process.pid is not None and rank.process.is_alive():
+            os.kill(rank.process.pid, SHOW_STACKS)
+    if ranks:
+        time.sleep(0.5)  # the time to write them
+
+
+def _receive(rank: _Rank) -> Outcome:
     try:
         payload = rank.connection.recv_bytes()
     except (EOFError, OSError):
         rank.process.join(10)
         code = rank.process.exitcode
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
-        return _Outcome(error=("ProcessDied", f"the process ended without an answer: {how}"))
+        return Outcome(error=("ProcessDied", f"the process ended without an answer: {how}"))
     try:
-        return _load(payload)
+        return load(payload)
     except Exception as error:
-        return _Outcome(error=(type(error).__name__, f"the result cannot be loaded here: {error}"))
+        return Outcome(error=(type(error).__name__, f"the result cannot be loaded here: {error}"))
 
 
 def _close(run: _Run, grace_s: float) -> None:
@@ -270,7 +227,7 @@ def _close(run: _Run, grace_s: float) -> None:
         if rank.process.exitcode != 0:
             state = "still running" if rank.process.exitcode is None else f"exit status {rank.process.exitcode}"
             why = f"gave its result but did not end within grace_s={grace_s:g} ({state})"
-            rank.outcome = _Outcome(error=("UncleanEnd", why))
+            rank.outcome = Outcome(error=("UncleanEnd", why))
             run.failed.append(index)
 
 
@@ -304,126 +261,7 @@ def _describe(run: _Run, logs: list[str]) -> tuple[str, dict[int, tuple[str, str
         if outcome.trace:
             text += "\n" + outcome.trace.rstrip()
         elif logs[index]:
-            text += "\nlast lines it printed:\n" + "\n".join(logs[index].splitlines()[-20:])
+            text += "\nlast lines it printed:\n" + "\n".join(logs[index].splitlines()[-60:])
         parts.append(text)
     head = f"{len(errors)} of {len(run.ranks)} ranks failed, rank {run.failed[0]} first"
     return head + "\n\n" + "\n\n".join(parts), errors
-
-
-def _dump(value: Any) -> bytes:
-    """torch.save, not pickle: tensors travel by value and never through shared memory."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _load(payload: bytes) -> Any:
-    return torch.load(io.BytesIO(payload), weights_only=False)
-
-
-# ------------------------------------------------------------------------------------------------------------ rank
-
-
-def _rank_main(job: _Job, connection: multiprocessing.connection.Connection) -> None:
-    _end_with_parent()
-    _redirect_output(job.log_path)
-    os.environ.clear()
-    os.environ.update(job.environment)
-    os.chdir(job.cwd)
-    payload = _run_job(job)
-    connection.send_bytes(payload.getvalue())
-    if payload.failed:
-        # Closing the groups at once lets ranks that wait for this one fail as well instead of waiting for a timeout.
-        _destroy_groups()
-        _flush()
-        return
-    # Groups stay open until every rank has its result: another one may still need this end of a connection.
-    with contextlib.suppress(EOFError, OSError):
-        connection.recv_bytes()
-    _destroy_groups()
-    _flush()
-
-
-class _Payload(io.BytesIO):
-    failed = False
-
-
-def _run_job(job: _Job) -> _Payload:
-    payload = _Payload()
-    try:
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        random.seed(0)
-        warnings.resetwarnings()
-        warnings.simplefilter("default")
-        if job.init_group:
-            _init_group(job)
-        args, kwargs = _load(job.arguments)
-        value = _import(job)(job.rank, job.world, *args, **kwargs)
-        torch.save(_Outcome(value=value), payload)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt are answers too
-        payload = _Payload()
-        payload.failed = True
-        trace = "".join(traceback.format_exception(error))
-        torch.save(_Outcome(error=(type(error).__name__, str(error)), trace=trace), payload)
-    return payload
-
-
-def _init_group(job: _Job) -> None:
-    timeout = datetime.timedelta(seconds=job.group_timeout_s)
-    store = dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timeout, use_libuv=True)
-    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=timeout)
-
-
-def _import(job: _Job) -> Callable[..., Any]:
-    """The function by name; its module by name or, where another module has that name, by file."""
-    try:
-        module = importlib.import_module(job.module)
-    except ModuleNotFoundError as error:
-        if error.name != job.module.split(".")[0]:
-            raise
-        module = None
-    if module is None or (job.file and str(getattr(module, "__file__", "")) != job.file):
-        spec = importlib.util.spec_from_file_location(job.module, job.file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[job.module] = module
-        spec.loader.exec_module(module)
-    target: Any = module
-    for name in job.qualname.split("."):
-        target = getattr(target, name)
-    return target
-
-
-def _end_with_parent() -> None:
-    """No orphans: the kernel ends us with the template, the thread ends us with the pytest process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _redirect_output(log_path: str) -> None:
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-
-
-def _destroy_groups() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()

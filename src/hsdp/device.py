@@ -36,15 +36,3 @@ class DeviceHandle:
         if self.type != "cpu" and read is not None:
             return int(read())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def storage_use_count(tensor: torch.Tensor) -> int | None:
-    """How many tensors share the storage of `tensor`, itself included; `None` where torch cannot tell.
-
-    The one place that needs it: a gradient buffer may be written again only when nobody kept a gradient of the last
-    step. Private in torch (`_storage_Use_Count`, used by its CUDA graph trees), so its absence must be survivable.
-    """
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        return None
-    return int(count(tensor.untyped_storage()._cdata))

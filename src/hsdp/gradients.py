@@ -21,8 +21,8 @@ import torch
 from torch.distributed.tensor import Placement
 
 from hsdp.collectives import Column, Pending
-from hsdp.device import storage_use_count
 from hsdp.dtensors import like, local_of, make_dtensor, row_sum_placements, unreduced_placements
+from hsdp.internals import storage_use_count
 from hsdp.layout import plan_buckets
 from hsdp.segment import Segment
 from hsdp.unit import Unit
@@ -36,7 +36,7 @@ class Flat:
         self.numel = 0
         self.starts: dict[Segment, int] = {}
         self._buffer: torch.Tensor | None = None
-        self._own_uses: int | None = None
+        self._own_uses = 0
 
     def add(self, segment: Segment) -> None:
         self.starts[segment] = self.numel
@@ -49,9 +49,7 @@ class Flat:
 
     def renew(self, keep: Sequence[Segment]) -> None:
         """A buffer for new sums: the last one if nobody else holds a part of it. The regions of `keep` stay."""
-        old = self._buffer
-        uses = storage_use_count(old) if old is not None else None
-        if uses is not None and uses == self._own_uses:
+        if self._buffer is not None and storage_use_count(self._buffer) == self._own_uses:
             return
         kept = [self.region(segment) for segment in keep]
         self._buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.device)

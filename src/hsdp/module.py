@@ -118,7 +118,7 @@ class HSDPModule(FSDPModule):
 
     def reset_iter_state(self) -> None:
         """Back to the state between two steps, after an exception in forward or backward."""
-        state_of(self).schedule.reset()
+        state_of(self).schedule.recover()
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to do: gathers are always asynchronous."""

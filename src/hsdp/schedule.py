@@ -15,11 +15,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from hsdp.collectives import TAG_SPACE, Column, Pending
 from hsdp.gradients import Gradients
+from hsdp.internals import call_after_backward, is_backward_running
 from hsdp.placement import World
 from hsdp.segment import Segment
 from hsdp.unit import State, Unit
@@ -98,7 +98,13 @@ class Schedule:
 
     def begin_forward(self) -> None:
         """The root's forward begins: what was recorded in the last one is now the expectation."""
-        if not self.in_backward and self._order:
+        if self.in_backward:
+            if is_backward_running():
+                return  # a recomputation
+            self.recover()  # the last backward ended in an exception that the caller has dealt with
+        for state in self.states.values():
+            state.in_forward = 0
+        if self._order:
             self._last_order, self._order = self._order, []
 
     def pre_forward(self, unit: Unit) -> None:
@@ -163,8 +169,7 @@ class Schedule:
             return
         self.in_backward = True
         self.num_backwards += 1
-        # The only way to learn of the end of a backward; DDP and FSDP use it as well.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        call_after_backward(self._end_backward)
         self.gradients.begin()
         for state in self.states.values():
             state.missing = {(s, i) for s in state.unit.segments for i in s.grads.offsets}
@@ -254,7 +259,7 @@ class Schedule:
         state.outstanding += 1
         self._reducing.append((pending, segment, num_bytes))
         self._reducing_bytes += num_bytes
-        limit = self.max_reducing_bytes if self.mesh.size() > 1 else 0
+        limit = self.max_reducing_bytes if segment.row.size > 1 else 0
         while self._reducing and self._reducing_bytes > limit:
             self._finish_oldest()
 
@@ -307,6 +312,18 @@ class Schedule:
         while self._reducing:
             self._finish_oldest()
         self.gradients.finish()
+        self.reset()
+
+    def recover(self) -> None:
+        """Forget a forward or backward that ended in an exception, and the gradients it got as far as."""
+        while self._reducing:
+            self._reducing.popleft()[0].drain()
+        self._reducing_bytes = 0
+        for unit in self.units:
+            for param in unit.params:
+                param.gathered.grad = param.whole = None
+        self._gradients = None
+        self._to_come, self._order = [], []
         self.reset()
 
     def reset(self) -> None:

@@ -38,6 +38,7 @@ class Param:
     sharded: nn.Parameter  # until the segment is built: the parameter as the user made it
     gathered: nn.Parameter = field(init=False)
     whole: torch.Tensor | None = None  # gradient that no rank has reduced yet, summed over backwards
+    local: torch.Tensor = field(init=False)  # the local part of the sharded form, a view of the shard
     watched: bool = False  # whether the schedule is told of gradients of the gathered form
 
     def show(self, form: nn.Parameter) -> None:
@@ -127,7 +128,7 @@ class Segment:
         gathered = nn.Parameter(self._view(slot.slab_offset, slot.shape), requires_grad=source.requires_grad)
         for form in (sharded, gathered):
             form.__dict__.update(source.__dict__)  # what users and trainers hang on their parameters
-        param.sharded, param.gathered = sharded, gathered
+        param.sharded, param.gathered, param.local = sharded, gathered, local_of(sharded)
 
     def local_rows(self, i: int) -> torch.Tensor:
         """This rank's rows of parameter `i`, a view of the shard: `[rows, ...]`, `[0, ...]` where it holds none."""
@@ -140,22 +141,19 @@ class Segment:
         for i, param in enumerate(self.params):
             module, attribute = param.owners[0]
             current = module._parameters[attribute]
-            if current is None or current is param.gathered:
+            if current is None or current is param.gathered or local_of(current) is param.local:
                 continue
-            local = self.local_rows(i)
-            found = local_of(current)
-            if current is param.sharded and found.data_ptr() == local.data_ptr() and found.dtype == local.dtype:
-                continue
+            local, found = self.local_rows(i), local_of(current)
             if not isinstance(current, DTensor) or found.shape != local.shape or found.dtype != local.dtype:
                 raise ValueError(
                     f"parameter {param.name!r} was replaced by one that does not fit its shard: expected a DTensor "
-                    f"with local shape {tuple(local.shape)} and {local.dtype}, found {type(current).__name__} with local "
-                    f"shape {tuple(found.shape)} and {found.dtype}; change shape, dtype or device before wrapping"
+                    f"with a local part {tuple(local.shape)} of {local.dtype}, found {type(current).__name__} with one "
+                    f"{tuple(found.shape)} of {found.dtype}; change shape, dtype or device before wrapping"
                 )
             with torch.no_grad():
                 local.copy_(found)
             current._local_tensor = local
-            param.sharded = current
+            param.sharded, param.local = current, local
             param.show(current)
 
     # -- gather ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -97,6 +98,10 @@ def init_from_environment(rank, world):
     return add_ranks(rank, world, 0)
 
 
+def hold_the_gil(rank, world):
+    ctypes.PyDLL(None).sleep(300)  # PyDLL keeps the GIL: no Python thread of this process runs meanwhile
+
+
 def leave(rank, world):
     sys.exit("enough")
 
@@ -175,6 +180,7 @@ def test_timeout_kills_the_ranks_that_hang():
         run_ranks(3, sleep, (0, 2), timeout_s=3)
     assert time.monotonic() - start < 10
     assert caught.value.errors == dict.fromkeys((0, 2), ("TimeoutError", "no answer within timeout_s=3"))
+    assert "in sleep\n" in str(caught.value)  # where it hangs
     assert run_ranks(2, fail_on, ()) == [0, 1]
 
 
@@ -219,6 +225,12 @@ def test_group_left_to_the_function():
 def test_fresh_interpreters():
     assert run_ranks(1, torch_was_preloaded) == [True]
     assert run_ranks(1, torch_was_preloaded, fresh=True) == [False]
+
+
+def test_rank_that_holds_the_gil_is_killed():
+    with pytest.raises(RankError) as caught:
+        run_ranks(1, hold_the_gil, timeout_s=1)
+    assert "in hold_the_gil\n" in str(caught.value)
 
 
 @pytest.mark.parametrize("world", [0, MAX_WORLD + 1])

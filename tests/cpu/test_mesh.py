@@ -106,6 +106,15 @@ def test_discover() -> None:
     assert run_ranks(3, find_hosts, "bab") == [(("b", "a", "b"), (0, 1, 2), [[0, 2], [1]])] * 3
 
 
+def find_hosts_over_mesh(rank: int, world: int) -> Any:
+    be_on_host("abcd", rank)
+    return discover(DeviceMesh("cpu", [[3, 1], [0, 2]])).names
+
+
+def test_discover_over_a_mesh_goes_by_position() -> None:
+    assert run_ranks(4, find_hosts_over_mesh) == [("d", "b", "a", "c")] * 4
+
+
 def default_on_unequal_hosts(rank: int, world: int) -> list[list[int]]:
     be_on_host("aaaabb", rank)
     return init_mesh().mesh.tolist()

@@ -27,14 +27,17 @@ MAX_FUNCTION_LINES = 60
 # Lowest first. Within a level the order counts too: a module may import those written before it. "__init__" is the
 # package itself: everything up to it is the engine, which knows no device by name and keeps no global state.
 LEVELS: dict[str, tuple[str, ...]] = {
-    "L0": ("tensors", "device", "layout", "precision", "control", "dtensors"),
+    "L0": ("internals", "tensors", "device", "layout", "precision", "control", "dtensors", "internals"),
     "L1": ("placement", "topology", "collectives"),
     "L2": ("segment", "unit", "gradients"),
     "L3": ("schedule", "hooks"),
     "L4": ("units", "materialize", "module", "wrap", "replicas", "accumulate", "describe", "api"),
     "L5": ("clip", "checkpoint", "monitor", "draw"),
     "package": ("__init__",),
-    "L6": ("data", "model", "train", "integrations", "cli", "__main__"),
+    "L6": (
+        *("integrations", "data", "model", "options", "progress", "runs"),
+        *("train", "worker", "launch", "commands", "cli", "__main__"),
+    ),
 }
 HEIGHT = {name: height for height, name in enumerate(name for level in LEVELS.values() for name in level)}
 LEVEL_OF = {name: level for level, names in LEVELS.items() for name in names}
