@@ -63,7 +63,7 @@ def train(
         int | None, _option("Local ranks to launch; not under a launcher.", "4 on CPU, else one an accelerator")
     ] = None,
     layers: Annotated[int | None, _option("Blocks of the transformer.", D.layers)] = None,
-    width: Annotated[int | None, _option("Features of a token, a multiple of --heads.", D.width)] = None,
+    width: Annotated[int | None, _option("Features of a token, a multiple of 2 x --heads.", D.width)] = None,
     heads: Annotated[int | None, _option("Attention heads of a block.", D.heads)] = None,
     seq: Annotated[int | None, _option("Sequence length in bytes.", D.seq)] = None,
     batch: Annotated[int | None, _option("Sequences of one rank in one microbatch.", D.batch)] = None,

@@ -105,7 +105,7 @@ def describe(model: nn.Module) -> Description:
         optimizer_bytes=_ADAMW_STATES * sum(_trainable_bytes(segment) for segment in segments),
         largest_gather_bytes=_full_bytes(largest),
         largest_gather_unit=largest.name or "the root",
-        precision=units[0].precision,
+        precision=schedule.units[-1].precision,
     )
 
 

@@ -3,11 +3,11 @@
 Holds the model and nothing else. It must not know about meshes, ranks or training: sharding is put on from outside. To
 be built on the `meta` device, every module that owns parameters has a `reset_parameters`, and there are no buffers.
 
-    bytes (B, T) -> embedding + position -> Block x layers -> norm -> head -> logits (B, T, 256)
+    bytes (B, T) -> embedding -> Block x layers -> norm -> head -> logits (B, T, 256)
 
     Block    x = x + attention(norm(x));  x = x + mlp(norm(x))
 
-Shapes: B sequences, T bytes of a sequence, W width, H heads.
+Shapes: B sequences, T bytes of a sequence, W width, H heads, D = W / H features of a head.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ class ModelShape:
         layers: number of blocks.
         width: features of a token, divisible by `heads`.
         heads: attention heads of a block.
-        seq: bytes of the longest sequence.
 
     Raises:
-        ValueError: a size below 1, or a width that the heads do not divide.
+        ValueError: a size below 1, or a width that the heads do not divide into an even number of features each.
     """
 
     layers: int
     width: int
     heads: int
-    seq: int
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "seq"):
+        for name in ("layers", "width", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} does not divide into {self.heads} heads; make it a multiple of heads")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width {self.width} does not divide into {self.heads} heads of an even size; "
+                f"make it a multiple of 2 x heads = {2 * self.heads}"
+            )
 
 
 class Linear(nn.Module):
@@ -80,6 +81,23 @@ class Embedding(nn.Module):
         return F.embedding(index, self.weight)
 
 
+def rotations(num_positions: int, size: int, device: torch.device) -> Tensor:
+    """Cosine and sine of the angle by which each position turns each pair of features: (2, T, D / 2).
+
+    Rotary position embedding (arXiv:2104.09864): a score between two positions then depends on their distance.
+    """
+    speeds = 10_000.0 ** (-torch.arange(size // 2, device=device) / (size // 2))
+    angles = torch.arange(num_positions, device=device)[:, None] * speeds
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Turn the pairs (x[..., i], x[..., i + D / 2]) of x (B, H, T, D) by `turns` (2, T, D / 2)."""
+    cosine, sine = turns
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cosine - b * sine, a * sine + b * cosine), dim=-1)
+
+
 class Attention(nn.Module):
     """Causal self-attention with `heads` heads."""
 
@@ -89,11 +107,11 @@ class Attention(nn.Module):
         self.qkv = Linear(shape.width, 3 * shape.width)
         self.out = Linear(shape.width, shape.width, gain=(2 * shape.layers) ** -0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         B, T, W = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.heads, W // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, W / H)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        mixed = F.scaled_dot_product_attention(rotate(q, turns), rotate(k, turns), v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(B, T, W))
 
 
@@ -109,34 +127,27 @@ class Block(nn.Module):
         # The two branches of every layer add up in x: scaled down so that x keeps its size over the layers.
         self.down = Linear(4 * shape.width, shape.width, gain=(2 * shape.layers) ** -0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_attention(x))
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_attention(x), turns)
         return x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
 
 
 class Transformer(nn.Module):
-    """Predicts the next byte: `forward` takes bytes (B, T) of an integer type, gives logits (B, T, 256).
-
-    Raises:
-        ValueError: T is larger than `shape.seq`.
-    """
+    """Predicts the next byte: `forward` takes bytes (B, T) of an integer type, gives logits (B, T, 256)."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = Embedding(VOCABULARY, shape.width, std=0.5)
-        self.position = Embedding(shape.seq, shape.width, std=0.1)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)
         self.head = Linear(shape.width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        T = tokens.shape[1]
-        if self.shape.seq < T:
-            raise ValueError(f"the sequence has {T} bytes, the model takes {self.shape.seq} at most (seq)")
-        x = self.embedding(tokens) + self.position(torch.arange(T, device=tokens.device))
+        turns = rotations(tokens.shape[1], self.shape.width // self.shape.heads, tokens.device)
+        x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, turns)
         return self.head(self.norm(x))
 
 

@@ -16,7 +16,7 @@ from hsdp.model import ModelShape
 from hsdp.placement import World, resolve_sizes
 
 PRECISIONS = ("fp32", "bf16")
-_SHAPE = ("layers", "width", "heads", "seq")
+_SHAPE = ("layers", "width", "heads")
 _OF_THIS_START = ("replicate", "shard", "nproc", "device", "out", "resume")  # what a checkpoint has no say in
 
 
@@ -44,8 +44,8 @@ class TrainOptions:
     seq: int = 128
     batch: int = 4
     accumulate: int = 1
-    steps: int = 400
-    lr: float = 3e-3
+    steps: int = 300
+    lr: float = 6e-3
     precision: str = "fp32"
     device: str = "auto"
     out: str = "runs/train"
@@ -56,7 +56,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         _ = self.shape  # a ModelShape refuses sizes that do not fit
-        for name in ("batch", "accumulate", "steps"):
+        for name in ("seq", "batch", "accumulate", "steps"):
             _at_least(name, getattr(self, name), 1)
         for name in ("save_every", "eval_every"):
             _at_least(name, getattr(self, name), 0)
@@ -69,7 +69,7 @@ class TrainOptions:
 
     @property
     def shape(self) -> ModelShape:
-        return ModelShape(self.layers, self.width, self.heads, self.seq)
+        return ModelShape(self.layers, self.width, self.heads)
 
     def global_batch(self, world: int) -> int:
         """Sequences of one step over all ranks and microbatches."""

@@ -4,7 +4,7 @@ shards (the optimizer's)      fp32     stay in the parameter's own dtype
   -> gathered parameters      `param`
   -> inputs of a unit         `param`  when `cast_inputs`
   -> gradients on the wire    `reduce` (sums are kept in fp32 whatever travels)
-  -> outputs of a unit        `output`
+  -> outputs of the model        `output`
 floating point buffers        `buffer`, once, at wrap
 """
 
@@ -28,7 +28,7 @@ class Precision:
         param: dtype of the gathered parameters, and so of the computing.
         reduce: dtype in which gradients travel inside a row; `None` means the gradients' own dtype. Sums of gradients,
             over ranks and over microbatches, are kept in fp32 (fp64 for fp64 parameters).
-        output: dtype of floating point outputs of a unit's forward.
+        output: dtype of floating point outputs of the wrapped model's forward; with `fully_shard`, of that module's.
         buffer: dtype to which floating point buffers are cast when the module is wrapped. Left alone by default:
             running statistics lose updates in bf16.
         cast_inputs: cast floating point inputs of a unit's forward to `param`.

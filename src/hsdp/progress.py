@@ -4,7 +4,7 @@ Lives on rank 0 only, and knows numbers, not models or meshes. rich and matplotl
 that only who shows a bar or draws a curve needs them.
 
     a terminal        one rich progress bar, rewritten in place
-    anything else     a plain line at the first and last step, with each held-out loss, and every 10 s
+    anything else     a plain line at the first and last step, at each held-out loss, and after 10 s without one
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StepMetrics:
 
 
 class _Display(Protocol):
-    def update(self, metrics: StepMetrics, numbers: str) -> None: ...
+    def update(self, metrics: StepMetrics, speed: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -77,10 +77,11 @@ class _Lines:
         self._steps = steps
         self._next_s = 0.0
 
-    def update(self, metrics: StepMetrics, numbers: str) -> None:
-        noteworthy = metrics.held_out_loss is not None or metrics.step == self._steps
-        if noteworthy or time.monotonic() >= self._next_s:
-            print(f"step {metrics.step:>{len(str(self._steps))}}/{self._steps}  {numbers}", flush=True)
+    def update(self, metrics: StepMetrics, speed: str) -> None:
+        if metrics.held_out_loss is not None or time.monotonic() >= self._next_s:
+            step = f"step {metrics.step:>{len(str(self._steps))}}/{self._steps}"
+            held_out = "" if metrics.held_out_loss is None else f"  held-out {metrics.held_out_loss:.3f}"
+            print(f"{step}  loss {metrics.loss:.3f}  {speed}{held_out}", flush=True)
             self._next_s = time.monotonic() + LINE_EVERY_S
 
     def close(self) -> None:
@@ -102,9 +103,13 @@ class _Bar:
             expand=True,
         )
         self._task = self._bar.add_task("train", total=steps, completed=first, numbers="")
+        self._held_out = ""
         self._bar.start()
 
-    def update(self, metrics: StepMetrics, numbers: str) -> None:
+    def update(self, metrics: StepMetrics, speed: str) -> None:
+        if metrics.held_out_loss is not None:
+            self._held_out = f"held-out {metrics.held_out_loss:.3f}  "
+        numbers = f"loss {metrics.loss:.3f}  {self._held_out}{speed}"
         self._bar.update(self._task, completed=metrics.step, numbers=numbers)
 
     def close(self) -> None:
@@ -126,16 +131,13 @@ class Progress:
         self._file = (out / METRICS).open("a", encoding="ascii")
         self._display: _Display = _Bar(first_step, steps) if sys.stdout.isatty() else _Lines(steps)
         self._recent_ms: list[float] = []
-        self._held_out = ""
 
     def step(self, metrics: StepMetrics) -> None:
         self.entries.append(metrics.to_json())
         self._file.write(json.dumps(self.entries[-1]) + "\n")
         self._file.flush()
         self._recent_ms = [*self._recent_ms[-19:], metrics.ms]
-        if metrics.held_out_loss is not None:
-            self._held_out = f"held-out {metrics.held_out_loss:.3f}  "
-        self._display.update(metrics, f"loss {metrics.loss:.3f}  {self._held_out}{self._speed(metrics)}")
+        self._display.update(metrics, self._speed(metrics))
 
     def _speed(self, metrics: StepMetrics) -> str:
         ms = statistics.median(self._recent_ms)

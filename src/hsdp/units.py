@@ -89,8 +89,13 @@ def _named_units(model: nn.Module, units: UnitsArgument) -> set[int]:
     chosen: set[int] = set()
     for item in wanted:
         matches = _matcher(item)
-        # A compiled module wraps the one the user means and takes its place in the model.
-        found = {id(module) for module in model.modules() if matches(getattr(module, "_orig_mod", module))}
+        # A compiled module wraps the one the user means, and takes its place in the model.
+        wrapped = {id(module._orig_mod) for module in model.modules() if hasattr(module, "_orig_mod")}
+        found = {
+            id(module)
+            for module in model.modules()
+            if id(module) not in wrapped and matches(getattr(module, "_orig_mod", module))
+        }
         if not found:
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise ValueError(f"units={item!r} matches no module of {type(model).__name__}; its classes: {classes}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -106,7 +106,9 @@ def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: i
         _refresh(plan)
         if options.sync_replicas:
             sync_rows(plan, mesh, device)
-        unit = Unit(plan.name, tuple(plan.modules), plan.params, mesh, row, options.precision, device)
+        # The output dtype is that of the wrapped model; between its units the compute dtype stays.
+        precision = options.precision if plan is plans[-1] else replace(options.precision, output=None)
+        unit = Unit(plan.name, tuple(plan.modules), plan.params, mesh, row, precision, device)
         if options.sync_replicas:
             sync_columns(unit, mesh)
         units[id(plan)] = unit

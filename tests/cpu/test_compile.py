@@ -22,11 +22,9 @@ def compile_blocks(model: Any, how: str) -> None:
 
 CASES: list[tuple[str, str, bool | None]] = [
     ("in-place", "before", None),
-    ("in-place", "after", None),
-    ("replaced", "before", None),
+    ("in-place", "after", False),
+    ("replaced", "before", True),
     ("replaced", "after", None),
-    ("in-place", "before", True),
-    ("replaced", "after", False),
 ]
 
 

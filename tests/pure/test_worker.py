@@ -110,7 +110,7 @@ def test_root_cause(seen: list[tuple[int, int]], rank: int) -> None:
 
 def test_bad_input_is_a_value_error_of_our_own() -> None:
     with pytest.raises(ValueError, match="layers is 0") as ours:
-        ModelShape(0, 8, 1, 8)
+        ModelShape(0, 8, 1)
     with pytest.raises(ValueError, match="invalid literal") as foreign:
         int("x")
     with pytest.raises(OSError, match="No such file") as other:

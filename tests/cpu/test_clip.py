@@ -1,0 +1,235 @@
+"""Clipping: the norm and the clipped gradients are those of one plain process, whatever the mesh and the order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from models import TOLERANCE, Recipe, assert_close, batch, build, full, loss_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import hsdp
+
+FP64 = torch.float64
+MESHES = [(2, 2), (1, 4), (4, 1)]
+ORDERS = [1.0, 2.0, 3.0, math.inf]
+MODELS = ["transformer", "awkward"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def backward(model: nn.Module, recipe: Recipe, rank: int, world: int) -> None:
+    inputs, targets = batch(recipe, 0, 0, rank, world)
+    loss_of(model(inputs), targets).backward()
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def full_grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(grad) for name, grad in grads_of(model).items()}
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def clip_every_way(rank: int, world: int, mesh: tuple[int, int], recipe: Recipe) -> dict[Any, Any]:
+    """{(function, order, how): (norm, gradients after it)}; every clipping starts from the same gradients."""
+    model = build(recipe)
+    if world > 1:
+        hsdp.hybrid_shard(model, mesh=mesh, announce=False)
+    backward(model, recipe, rank, world)
+    start = {name: local(grad).clone() for name, grad in grads_of(model).items()}
+    functions = {"torch": torch.nn.utils.clip_grad_norm_}
+    if world > 1:
+        functions["hsdp"] = hsdp.clip_grad_norm_
+    results = {}
+    for function, clip in functions.items():
+        for order in ORDERS:
+            for how, max_norm in (("clipped", 0.01), ("left", 1e9)):
+                for name, grad in grads_of(model).items():
+                    local(grad).copy_(start[name])
+                norm = clip(model.parameters(), max_norm, norm_type=order)
+                if function == "hsdp":
+                    assert type(norm) is Tensor, type(norm)
+                    assert norm.shape == ()
+                    assert not norm.requires_grad
+                results[function, order, how] = (full(norm).item(), full_grads(model))
+    return results
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_equals_torch_on_one_process_and_on_dtensors(mesh: tuple[int, int], model: str) -> None:
+    recipe = Recipe(model, FP64)
+    want = run_ranks(1, clip_every_way, mesh, recipe, init_group=False)[0]
+    unclipped = want["torch", 2.0, "left"][1]
+    results = run_ranks(4, clip_every_way, mesh, recipe)
+    assert len(results[0]) == 2 * len(want) == 2 * 2 * len(ORDERS)
+    for (function, order, how), (norm, grads) in results[0].items():
+        what = f"{function}, order {order}, {how}"
+        expected, expected_grads = want["torch", order, how]
+        assert norm == pytest.approx(expected, rel=1e-13), what
+        assert all(result[function, order, how][0] == norm for result in results), f"{what}: ranks disagree"
+        assert_close(grads, expected_grads, TOLERANCE[FP64], f"{what}: gradient")
+        clipped_norm = torch.stack([grad.norm(order) for grad in grads.values()]).norm(order).item()
+        assert clipped_norm == pytest.approx(0.01 if how == "clipped" else expected, rel=1e-4), what
+        if how == "left":
+            assert_close(grads, unclipped, TOLERANCE[FP64], f"{what}: gradient")
+
+
+def norm_in_low_precision(rank: int, world: int, dtype: torch.dtype) -> tuple[float, float]:
+    recipe = Recipe("awkward", dtype)
+    model = hsdp.hybrid_shard(build(recipe), mesh=(2, 2), announce=False)
+    backward(model, recipe, rank, world)
+    exact = torch.stack([grad.double().norm() for grad in full_grads(model).values()]).norm()
+    return hsdp.clip_grad_norm_(model, 1.0).item(), exact.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parameters_of_lower_precision(dtype: torch.dtype) -> None:
+    results = run_ranks(4, norm_in_low_precision, dtype)
+    norm, exact = results[0]
+    assert norm == pytest.approx(exact, rel=2 * torch.finfo(dtype).eps)
+    assert all(result[0] == norm for result in results)
+
+
+# ---- what is given, and what comes back ------------------------------------------------------------------------------
+
+
+class Beside(nn.Module):
+    """Two sharded parameters and one that stays plain; `unused` gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded = nn.Linear(6, 5)
+        self.plain = nn.Parameter(torch.linspace(1, 2, 6))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sharded(x * self.plain)
+
+
+def clip_beside(rank: int, world: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Beside().double()
+    if world > 1:
+        hsdp.hybrid_shard(model, mesh=(2, 2), ignored_params=[model.plain, model.unused], announce=False)
+    assert isinstance(model.sharded.weight, DTensor) == (world > 1)
+    assert not isinstance(model.plain, DTensor)
+    # The same inputs everywhere, so that the gradient of the plain parameter, which nobody reduces, is the same too.
+    model(torch.arange(12.0, dtype=FP64).view(2, 6)).pow(2).mean().backward()
+    start = {name: local(grad).clone() for name, grad in grads_of(model).items()}
+    results: dict[str, Any] = {}
+    for order in ORDERS:
+        for name, grad in grads_of(model).items():
+            local(grad).copy_(start[name])
+        clip = hsdp.clip_grad_norm_ if world > 1 else torch.nn.utils.clip_grad_norm_
+        norm = clip(model.parameters(), 1.0, norm_type=order)
+        assert type(norm) is Tensor
+        results[str(order)] = (norm.item(), full_grads(model))
+    return results
+
+
+def test_plain_parameters_beside_sharded_ones_count_once() -> None:
+    want = run_ranks(1, clip_beside, init_group=False)[0]
+    assert set(want["2.0"][1]) == {"plain", "sharded.weight", "sharded.bias"}
+    for result in run_ranks(4, clip_beside):
+        for order, (norm, grads) in want.items():
+            assert result[order][0] == pytest.approx(norm, rel=1e-13), order
+            assert_close(result[order][1], grads, TOLERANCE[FP64], f"order {order}: gradient")
+
+
+def clip_what_is_given(rank: int, world: int) -> dict[str, Any]:
+    recipe = Recipe("awkward", FP64)
+    model = hsdp.hybrid_shard(build(recipe), mesh=(1, 4), announce=False)
+    empty = [hsdp.clip_grad_norm_(given, 1.0) for given in (model, model.parameters(), [], nn.Identity())]
+    backward(model, recipe, rank, world)
+    before = full_grads(model)
+    one = model.get_parameter("scale")  # one row: three ranks hold nothing of it
+    norms = {
+        "module": hsdp.clip_grad_norm_(model, 1e9),
+        "generator": hsdp.clip_grad_norm_((param for param in model.parameters()), 1e9),
+        "list": hsdp.clip_grad_norm_(list(model.parameters()), 1e9),
+        "tensor": hsdp.clip_grad_norm_(one, 1e9),
+        "tensor, inf": hsdp.clip_grad_norm_(one, 1e9, norm_type=math.inf),
+    }
+    return {
+        "empty": [(type(norm) is Tensor, norm.shape == (), norm.item()) for norm in empty],
+        "norms": {name: norm.item() for name, norm in norms.items()},
+        "all": torch.stack([grad.norm() for grad in before.values()]).norm().item(),
+        "one": before["scale"].abs().item(),
+    }
+
+
+def test_modules_lists_generators_tensors_and_nothing() -> None:
+    for result in run_ranks(4, clip_what_is_given):
+        assert result["empty"] == [(True, True, 0.0)] * 4
+        for given in ("module", "generator", "list"):
+            assert result["norms"][given] == pytest.approx(result["all"], rel=1e-13), given
+        for given in ("tensor", "tensor, inf"):
+            assert result["norms"][given] == pytest.approx(result["one"], rel=1e-13), given
+
+
+# ---- gradients that are not finite -----------------------------------------------------------------------------------
+
+
+def clip_not_finite(rank: int, world: int, mesh: tuple[int, int], value: float, order: float) -> dict[str, Any]:
+    recipe = Recipe("awkward", FP64)
+    model = hsdp.hybrid_shard(build(recipe), mesh=mesh, announce=False)
+    backward(model, recipe, rank, world)
+    if rank % mesh[1] == 1:  # one element on one rank of every row: the rows hold equal gradients
+        local(model.get_parameter("big.weight").grad).view(-1)[7] = value
+    before = {name: local(grad).clone() for name, grad in grads_of(model).items()}
+    try:
+        hsdp.clip_grad_norm_(model, 0.01, norm_type=order, error_if_nonfinite=True)
+        error = ""
+    except RuntimeError as caught:
+        error = str(caught)
+    touched = [
+        name
+        for name, grad in grads_of(model).items()
+        if not torch.allclose(local(grad), before[name], rtol=0, atol=0, equal_nan=True)
+    ]
+    norm = hsdp.clip_grad_norm_(model, 0.01, norm_type=order)  # as torch: no error, and the norm says it
+    return {"error": error, "touched": touched, "norm": norm.item()}
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 4)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_error_if_nonfinite_on_every_rank_before_anything_is_touched(
+    mesh: tuple[int, int], value: float, order: float
+) -> None:
+    for result in run_ranks(4, clip_not_finite, mesh, value, order):
+        assert f"the norm of order {order} of the gradients is {value}" in result["error"]
+        assert result["touched"] == []
+        assert str(result["norm"]) == str(value)
+
+
+def diverge(rank: int, world: int) -> list[str]:
+    """A loss that is not finite on one rank of four; then finite gradients again, which are clipped as ever."""
+    recipe = Recipe("awkward", FP64)
+    model = hsdp.hybrid_shard(build(recipe), mesh=(2, 2), announce=False)
+    inputs, targets = batch(recipe, 0, 0, rank, world)
+    (loss_of(model(inputs), targets) * (math.nan if rank == 3 else 1.0)).backward()
+    with pytest.raises(RuntimeError, match="order 2.0 of the gradients is nan") as error:
+        hsdp.clip_grad_norm_(model, 0.01, error_if_nonfinite=True)
+    model.zero_grad()
+    backward(model, recipe, rank, world)
+    norm = hsdp.clip_grad_norm_(model, 0.01, error_if_nonfinite=True)
+    again = hsdp.clip_grad_norm_(model, 0.01, error_if_nonfinite=True)
+    return [str(error.value), f"{norm.item() > 0.02} {again.item():.4f}"]
+
+
+def test_a_loss_that_diverges_on_one_rank() -> None:
+    results = run_ranks(4, diverge)
+    assert all(result == results[0] for result in results)
+    assert results[0][1] == "True 0.0100"
