@@ -78,7 +78,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = self.run(block, x)
         return self.head(self.norm(x))

@@ -31,9 +31,14 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: on every rank, before any gradient is touched, when `error_if_nonfinite` and the norm is not
             finite.
+        ValueError: a gradient is still a sum inside `hsdp.accumulate`.
     """
-    params = _params(model_or_params)
-    grads = [param.grad for param in params if param.grad is not None]
+    grads = [param.grad for param in _params(model_or_params) if param.grad is not None]
+    if any(isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements) for grad in grads):
+        raise ValueError(
+            "a gradient is not reduced yet: it is the sum so far of microbatches inside hsdp.accumulate; "
+            "clip after the backward of the last microbatch, outside of it"
+        )
     norm = _global_norm(grads, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}; they were not clipped")
@@ -73,7 +78,11 @@ def _global_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 def _group_norm(
     key: tuple[DeviceMesh, tuple[int, ...]] | None, grads: list[torch.Tensor], norm_type: float
 ) -> torch.Tensor:
-    norm = get_total_norm(grads, norm_type)
+    # A rank may hold no rows of anything; its part of a sum or maximum of absolute values is zero.
+    filled = [grad for grad in grads if grad.numel()]
+    norm = (
+        get_total_norm(filled, norm_type) if filled else torch.zeros((), dtype=grads[0].dtype, device=grads[0].device)
+    )
     if key is None:
         return norm
     mesh, axes = key

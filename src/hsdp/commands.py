@@ -18,7 +18,7 @@ import typer
 
 from hsdp import runs
 from hsdp.data import check_size, find_files
-from hsdp.options import PRECISIONS, TrainOptions, with_checkpoint, with_local_mesh
+from hsdp.options import TrainOptions, with_checkpoint, with_local_mesh
 from hsdp.progress import missing_extras
 
 CPU_RANKS = 4
@@ -69,12 +69,8 @@ def train(
     batch: Annotated[int | None, _option("Sequences of one rank in one microbatch.", D.batch)] = None,
     accumulate: Annotated[int | None, _option("Microbatches in one step.", D.accumulate)] = None,
     steps: Annotated[int | None, _option("Optimizer steps in all, those of a resumed run included.", D.steps)] = None,
-    lr: Annotated[
-        float | None, _option("Peak learning rate of AdamW, after a warm-up over 5 % of the steps.", D.lr)
-    ] = None,
-    precision: Annotated[
-        str | None, _option(f"Computing in {' or '.join(PRECISIONS)}; weights stay in fp32.", D.precision)
-    ] = None,
+    lr: Annotated[float | None, _option("Peak learning rate of AdamW; 5 % of the steps warm up to it.", D.lr)] = None,
+    precision: Annotated[str | None, _option("Computing in fp32 or bf16; weights stay in fp32.", D.precision)] = None,
     device: Annotated[
         str | None, _option("cpu, or a kind of accelerator such as cuda.", "an accelerator if any")
     ] = None,

@@ -17,7 +17,6 @@ import hsdp
 FP64 = torch.float64
 MESHES = [(2, 2), (1, 4), (4, 1)]
 ORDERS = [1.0, 2.0, 3.0, math.inf]
-MODELS = ["transformer", "awkward"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -40,49 +39,49 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def clip_every_way(rank: int, world: int, mesh: tuple[int, int], recipe: Recipe) -> dict[Any, Any]:
-    """{(function, order, how): (norm, gradients after it)}; every clipping starts from the same gradients."""
+def clip_every_way(rank: int, world: int, mesh: tuple[int, int], recipe: Recipe) -> dict[tuple[str, float], Any]:
+    """{(function, order): (norm, gradients after it)}; every clipping starts from the same gradients."""
     model = build(recipe)
     if world > 1:
         hsdp.hybrid_shard(model, mesh=mesh, announce=False)
     backward(model, recipe, rank, world)
     start = {name: local(grad).clone() for name, grad in grads_of(model).items()}
-    functions = {"torch": torch.nn.utils.clip_grad_norm_}
-    if world > 1:
-        functions["hsdp"] = hsdp.clip_grad_norm_
-    results = {}
-    for function, clip in functions.items():
-        for order in ORDERS:
-            for how, max_norm in (("clipped", 0.01), ("left", 1e9)):
-                for name, grad in grads_of(model).items():
-                    local(grad).copy_(start[name])
-                norm = clip(model.parameters(), max_norm, norm_type=order)
-                if function == "hsdp":
-                    assert type(norm) is Tensor, type(norm)
-                    assert norm.shape == ()
-                    assert not norm.requires_grad
-                results[function, order, how] = (full(norm).item(), full_grads(model))
+    results: dict[tuple[str, float], Any] = {}
+    for function, order in [(function, order) for function in ("hsdp", "torch") for order in ORDERS]:
+        if world > 1 and function == "torch" and order == math.inf and any(not part.numel() for part in start.values()):
+            continue  # torch raises where a rank holds no rows, "infinity norm on an empty tensor", and hangs elsewhere
+        clip = hsdp.clip_grad_norm_ if world > 1 and function == "hsdp" else torch.nn.utils.clip_grad_norm_
+        for name, grad in grads_of(model).items():
+            local(grad).copy_(start[name])
+        norm = clip(model.parameters(), 1e9, norm_type=order)
+        assert all(torch.equal(local(grad), start[name]) for name, grad in grads_of(model).items()), "1e9 is enough"
+        clip(model.parameters(), 0.01, norm_type=order)
+        if function == "hsdp":
+            assert type(norm) is Tensor
+            assert norm.shape == ()
+            assert not norm.requires_grad
+        results[function, order] = (full(norm).item(), full_grads(model))
     return results
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+@pytest.mark.parametrize(
+    ("mesh", "model"),
+    [((2, 2), "transformer"), *((mesh, "awkward") for mesh in MESHES)],
+    ids=lambda value: value if isinstance(value, str) else f"{value[0]}x{value[1]}",
+)
 def test_equals_torch_on_one_process_and_on_dtensors(mesh: tuple[int, int], model: str) -> None:
     recipe = Recipe(model, FP64)
     want = run_ranks(1, clip_every_way, mesh, recipe, init_group=False)[0]
-    unclipped = want["torch", 2.0, "left"][1]
     results = run_ranks(4, clip_every_way, mesh, recipe)
-    assert len(results[0]) == 2 * len(want) == 2 * 2 * len(ORDERS)
-    for (function, order, how), (norm, grads) in results[0].items():
-        what = f"{function}, order {order}, {how}"
-        expected, expected_grads = want["torch", order, how]
+    assert len(results[0]) == len(want) - (model == "awkward" and mesh != (4, 1))
+    for (function, order), (norm, grads) in results[0].items():
+        what = f"{function}, order {order}"
+        expected, expected_grads = want[function, order]
         assert norm == pytest.approx(expected, rel=1e-13), what
-        assert all(result[function, order, how][0] == norm for result in results), f"{what}: ranks disagree"
+        assert all(result[function, order][0] == norm for result in results), f"{what}: ranks disagree"
         assert_close(grads, expected_grads, TOLERANCE[FP64], f"{what}: gradient")
         clipped_norm = torch.stack([grad.norm(order) for grad in grads.values()]).norm(order).item()
-        assert clipped_norm == pytest.approx(0.01 if how == "clipped" else expected, rel=1e-4), what
-        if how == "left":
-            assert_close(grads, unclipped, TOLERANCE[FP64], f"{what}: gradient")
+        assert clipped_norm == pytest.approx(0.01, rel=1e-3), what
 
 
 def norm_in_low_precision(rank: int, world: int, dtype: torch.dtype) -> tuple[float, float]:
@@ -220,7 +219,7 @@ def diverge(rank: int, world: int) -> list[str]:
     model = hsdp.hybrid_shard(build(recipe), mesh=(2, 2), announce=False)
     inputs, targets = batch(recipe, 0, 0, rank, world)
     (loss_of(model(inputs), targets) * (math.nan if rank == 3 else 1.0)).backward()
-    with pytest.raises(RuntimeError, match="order 2.0 of the gradients is nan") as error:
+    with pytest.raises(RuntimeError, match=r"order 2\.0 of the gradients is nan") as error:
         hsdp.clip_grad_norm_(model, 0.01, error_if_nonfinite=True)
     model.zero_grad()
     backward(model, recipe, rank, world)
@@ -233,3 +232,23 @@ def test_a_loss_that_diverges_on_one_rank() -> None:
     results = run_ranks(4, diverge)
     assert all(result == results[0] for result in results)
     assert results[0][1] == "True 0.0100"
+
+
+# ---- gradients that are no gradients yet -----------------------------------------------------------------------------
+
+
+def clip_too_early(rank: int, world: int, defer: Any) -> str:
+    recipe = Recipe("awkward", FP64)
+    model = hsdp.hybrid_shard(build(recipe), mesh=(2, 2), announce=False)
+    with hsdp.accumulate(model, defer):
+        backward(model, recipe, rank, world)
+    before = {name: local(grad).clone() for name, grad in grads_of(model).items()}
+    with pytest.raises(ValueError) as error:
+        hsdp.clip_grad_norm_(model, 0.01)
+    assert all(torch.equal(local(grad), before[name]) for name, grad in grads_of(model).items())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("defer", ["cross-reduce", "reduce"])
+def test_gradients_not_yet_reduced_are_refused(defer: str) -> None:
+    assert len(set(run_ranks(4, clip_too_early, defer))) == 1

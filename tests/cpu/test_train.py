@@ -34,7 +34,7 @@ END_S = 30  # in which everything must have ended; seconds when the machine is i
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """6000 bytes that are easy to learn; the last 300 are held out: 17 windows of 16 + 1, an odd number."""
     path = tmp_path_factory.mktemp("data") / "text.py"
-    path.write_text("".join(f"def f{number % 10}(x):\n    return x + {number % 7}\n\n" for number in range(200))[:6000])
+    path.write_text("".join(f"def f{number % 10}(x):\n    return x + {number % 7}\n\n" for number in range(207))[:6000])
     return str(path)
 
 
