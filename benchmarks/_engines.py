@@ -97,7 +97,6 @@ class Engine:
 
     def step(self, microbatches: Sequence[Tensor]) -> float:
         """One optimizer step; the mean loss of this rank's microbatches."""
-        self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for index, tokens in enumerate(microbatches, start=1):
             with self.defer() if index < len(microbatches) else nullcontext():
@@ -105,6 +104,7 @@ class Engine:
                 loss.backward()
             total += loss.item()
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # now: it is another engine's turn, and memory is for all of them
         return total
 
 

@@ -77,4 +77,6 @@ def wait(job: Job, ranks: list[subprocess.Popen[bytes]]) -> None:
         # Ranks that lost a peer fail too: the log that was finished first is the cause.
         rank = min(failed, key=lambda rank: log_path(job, rank).stat().st_mtime)
         tail = log_path(job, rank).read_text(errors="replace").strip()[-3000:]
-        raise RuntimeError(f"rank {rank} ended with status {ranks[rank].returncode} in the {job.mode} run:\n{tail}")
+        status = ranks[rank].returncode
+        reason = tail or ("killed from outside; was there enough memory?" if status < 0 else "no message")
+        raise RuntimeError(f"rank {rank} ended with status {status} in the {job.mode} run:\n{reason}")

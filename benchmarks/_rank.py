@@ -156,6 +156,8 @@ def end_with_parent() -> None:
 
 def main() -> None:
     end_with_parent()
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # should memory run out, end this and no bystander
     job, rank = Job.read(Path(sys.argv[1])), int(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -86,12 +86,15 @@ class ReduceJob:
 
     `full` is cut into consecutive parts of `counts` elements, one a rank; the sum over ranks of this rank's part goes
     to `out[: counts[rank]]`, added to what is there when `add`. `out` may be of a wider dtype than `full`.
+    With `in_order` ranks are summed in the order of their numbers, so that equal parts have equal sums bit for bit.
     """
 
-    __slots__ = ("add", "counts", "full", "out")
+    __slots__ = ("add", "counts", "full", "in_order", "out")
 
-    def __init__(self, full: torch.Tensor, counts: Sequence[int], out: torch.Tensor, add: bool) -> None:
-        self.full, self.counts, self.out, self.add = full, counts, out, add
+    def __init__(
+        self, full: torch.Tensor, counts: Sequence[int], out: torch.Tensor, add: bool, in_order: bool = False
+    ) -> None:
+        self.full, self.counts, self.out, self.add, self.in_order = full, counts, out, add, in_order
 
 
 class DirectRow:
@@ -131,18 +134,22 @@ class DirectRow:
             parts = list(job.full.split(list(job.counts)))
             own = parts[self.rank]
             out = job.out[: own.numel()]
-            inboxes = self._inboxes(own, out, job.add)
+            inboxes = self._inboxes(own, out, job.add or job.in_order)
             for peer, inbox in zip(reversed(self._peers), inboxes, strict=True):
                 receives.append(self._recv(inbox, peer, tag + i))
             for peer in self._peers:
                 sends.append(self._send(parts[peer], peer, tag + i))
             keep += [job.full, *inboxes]
-            sums.append(_sum_into(out, own, inboxes, job.add))
+            terms = [own, *(inbox for inbox in inboxes if inbox is not out)]
+            if job.in_order:  # inboxes are in the order rank - 1, rank - 2, ...
+                terms = [terms[(self.rank - rank) % self.size] for rank in range(self.size)]
+            holds_one = any(inbox is out for inbox in inboxes)
+            sums.append(partial(_sum_into, out, terms, job.add or holds_one))
         return Pending(receives, sends, self._timeout, lambda: _run_all(sums), keep)
 
-    def _inboxes(self, own: torch.Tensor, out: torch.Tensor, add: bool) -> list[torch.Tensor]:
+    def _inboxes(self, own: torch.Tensor, out: torch.Tensor, occupied: bool) -> list[torch.Tensor]:
         """Where the peers' parts arrive; the first goes straight into `out` when that is free and of the same dtype."""
-        straight = not add and out.dtype == own.dtype and self.size > 1
+        straight = not occupied and out.dtype == own.dtype and self.size > 1
         fresh = [torch.empty_like(own) for _ in range(self.size - 1 - int(straight))]
         return [out, *fresh] if straight else fresh
 
@@ -152,19 +159,13 @@ def _run_all(functions: Sequence[Callable[[], None]]) -> None:
         function()
 
 
-def _sum_into(out: torch.Tensor, own: torch.Tensor, inboxes: Sequence[torch.Tensor], add: bool) -> Callable[[], None]:
-    """The local end of a reduce: `out (+)= own + inboxes`, in the dtype of `out`."""
-
-    def run() -> None:
-        if not out.numel():
-            return
-        terms = [own, *(inbox for inbox in inboxes if inbox is not out)]
-        if not add and len(terms) == len(inboxes) + 1:  # nothing was received into `out` itself
-            out.copy_(terms.pop(0))
-        for term in terms:
-            out.add_(term)
-
-    return run
+def _sum_into(out: torch.Tensor, terms: Sequence[torch.Tensor], add: bool) -> None:
+    """The local end of a reduce: `out (+)= sum of terms`, in the dtype of `out`."""
+    if not out.numel():
+        return
+    for term in terms:
+        out.add_(term) if add else out.copy_(term)
+        add = True
 
 
 class GroupedRow:

@@ -32,14 +32,19 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def final_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """How parameters and final gradients lie: `(Replicate(), Shard(0))`, on a 1-D mesh `(Shard(0),)`."""
-    return (Replicate(), Shard(0)) if mesh.ndim == 2 else (Shard(0),)
+def final_placements(mesh: DeviceMesh, shape: Sequence[int]) -> tuple[Placement, ...]:
+    """How parameters and final gradients lie: `(Replicate(), Shard(0))`, on a 1-D mesh `(Shard(0),)`.
+
+    A parameter without dims has no rows to share out and is on every rank.
+    """
+    inside: Placement = Shard(0) if len(shape) else Replicate()
+    return (Replicate(), inside) if mesh.ndim == 2 else (inside,)
 
 
-def row_sum_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:
+def row_sum_placements(mesh: DeviceMesh, shape: Sequence[int]) -> tuple[Placement, ...]:
     """How a gradient lies that was reduced inside its row only: still a sum over the replicate axis."""
-    return (Partial(), Shard(0)) if mesh.ndim == 2 else (Shard(0),)
+    final = final_placements(mesh, shape)
+    return (Partial(), final[1]) if mesh.ndim == 2 else final
 
 
 def unreduced_placements(mesh: DeviceMesh) -> tuple[Placement, ...]:

@@ -236,7 +236,12 @@ class Gradients:
         self._filled.add(segment)
         region = self.region(segment)
         for i in segment.grads.offsets:
-            self._leave(segment, i, segment.grad_rows(i, region), row_sum_placements(segment.mesh))
+            self._leave(
+                segment,
+                i,
+                segment.grad_rows(i, region),
+                row_sum_placements(segment.mesh, segment.layout.slots[i].shape),
+            )
 
     def _leave_whole(self, segment: Segment) -> None:
         segment.holds_whole = True

@@ -35,7 +35,7 @@ def ceil_to(value: int, multiple: int) -> int:
 class Slot:
     """One parameter of a segment. Offsets are in elements of the buffer they name."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # () has no rows to share out: every rank of the row holds the one element
     chunk_rows: int  # rows of dim 0 a rank holds; the last ranks may hold fewer or none
     packed: bool
     slab_offset: int  # in the gathered buffer
@@ -59,10 +59,16 @@ class Slot:
 
     def rows_of(self, rank: int) -> int:
         """Rows that shard rank `rank` really holds, 0 <= rows <= chunk_rows."""
+        if not self.shape:
+            return 1
         return max(0, min(self.rows - rank * self.chunk_rows, self.chunk_rows))
 
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what shard rank `rank` holds."""
+        return (self.rows_of(rank), *self.shape[1:]) if self.shape else ()
+
     def counts(self, shard: int) -> list[int]:
-        """Elements each of `shard` ranks holds; they sum to `numel`."""
+        """Elements each of `shard` ranks holds; they sum to `numel`, but for a parameter without dims."""
         return [self.rows_of(rank) * self.row_numel for rank in range(shard)]
 
 
@@ -118,7 +124,10 @@ def plan_segment(
     align = max(1, ALIGN_BYTES // itemsize)
     chunk_rows = [-(-(shape[0] if shape else 1) // shard) for shape in shapes]
     chunks = [rows * prod(shape[1:]) for rows, shape in zip(chunk_rows, shapes, strict=True)]
-    packed = [shard > 1 and chunk * itemsize < packed_chunk_bytes for chunk in chunks]
+    packed = [
+        shard > 1 and (not shape or chunk * itemsize < packed_chunk_bytes)
+        for chunk, shape in zip(chunks, shapes, strict=True)
+    ]
     slab_offsets, gathered = {}, 0
     shard_offsets, shard_numel, packed_offset = {}, 0, 0
     for want_packed in (False, True):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
 
 import torch
 from torch import nn
@@ -118,12 +118,13 @@ class Segment:
     def _take(self, i: int, param: Param) -> None:
         """Copy this rank's rows of the user's parameter into the shard and give the parameter its two forms."""
         slot, source = self.layout.slots[i], param.sharded
-        rank = self.row.rank
-        start = min(rank * slot.chunk_rows, slot.rows)
-        rows = source.detach()[start : start + slot.rows_of(rank)]
+        rank, rows = self.row.rank, source.detach()
+        if slot.shape:
+            start = min(rank * slot.chunk_rows, slot.rows)
+            rows = rows[start : start + slot.rows_of(rank)]
         local = self.local_rows(i)
         local.copy_(rows)
-        tensor = make_dtensor(local, self.mesh, slot.shape, final_placements(self.mesh))
+        tensor = make_dtensor(local, self.mesh, slot.shape, final_placements(self.mesh, slot.shape))
         sharded = nn.Parameter(tensor, requires_grad=source.requires_grad)
         gathered = nn.Parameter(self._view(slot.slab_offset, slot.shape), requires_grad=source.requires_grad)
         for form in (sharded, gathered):
@@ -133,8 +134,8 @@ class Segment:
     def local_rows(self, i: int) -> torch.Tensor:
         """This rank's rows of parameter `i`, a view of the shard: `[rows, ...]`, `[0, ...]` where it holds none."""
         slot = self.layout.slots[i]
-        rows = slot.rows_of(self.row.rank)
-        return self.shard[slot.shard_offset : slot.shard_offset + rows * slot.row_numel].view(rows, *slot.shape[1:])
+        shape = slot.local_shape(self.row.rank)
+        return self.shard[slot.shard_offset : slot.shard_offset + prod(shape)].view(shape)
 
     def adopt(self) -> None:
         """Take up parameters that a user's call replaced (`load_state_dict(assign=True)`, `_apply`)."""
@@ -250,7 +251,10 @@ class Segment:
                 continue
             flags[place] = 1.0
             start = offset - plan.packed_offset
-            if slot.numel == size * slot.chunk:
+            if not slot.shape:
+                targets.append(message[:, start])
+                sources.append(grad.expand(size))
+            elif slot.numel == size * slot.chunk:
                 targets.append(message[:, start : start + slot.chunk])
                 sources.append(grad.view(size, slot.chunk))
             else:
@@ -260,12 +264,13 @@ class Segment:
         copy_all(targets, sources)
         message[:, plan.flags_offset - plan.packed_offset :] = torch.tensor(flags, dtype=wire, device=message.device)
         out = sums[plan.packed_offset : plan.packed_offset + plan.packed_numel]
-        return ReduceJob(message.view(-1), [plan.packed_numel] * size, out, add)
+        # Parameters without dims are on every rank, so their sums must not depend on the rank that makes them.
+        return ReduceJob(message.view(-1), [plan.packed_numel] * size, out, add, in_order=True)
 
     def grad_rows(self, i: int, sums: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the gradient of parameter `i`, a view of `sums`."""
         slot = self.layout.slots[i]
-        shape = (slot.rows_of(self.row.rank), *slot.shape[1:])
+        shape = slot.local_shape(self.row.rank)
         return sums.as_strided(shape, self._stride(slot.shape), sums.storage_offset() + self.grads.offsets[i])
 
     @staticmethod
@@ -275,14 +280,3 @@ class Segment:
             stride.append(step)
             step *= max(size, 1)
         return tuple(reversed(stride))
-
-    def describe(self) -> dict[str, Any]:
-        """What must be equal on every rank."""
-        return {
-            "dtype": str(self.dtype),
-            "gathered": str(self.gathered_dtype),
-            "parameters": {
-                p.name: [list(s.shape), p.sharded.requires_grad]
-                for p, s in zip(self.params, self.layout.slots, strict=True)
-            },
-        }

@@ -45,7 +45,7 @@ def check_plans(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
     """Refuse what cannot be sharded.
 
     Raises:
-        ValueError: nothing to shard, or a parameter of a kind that has no rows.
+        ValueError: nothing to shard, or a parameter that is sharded already or sparse.
     """
     if not any(plan.params or plan.ties or plan.foreign_ties for plan in plans):
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
@@ -54,8 +54,6 @@ def check_plans(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
             tensor = param.sharded
             if isinstance(tensor, DTensor):
                 raise ValueError(f"parameter {param.name!r} is a DTensor already; wrap a model of plain parameters")
-            if tensor.ndim == 0:
-                raise ValueError(f"parameter {param.name!r} has no dims, so no rows to shard; make its shape (1,)")
             if tensor.layout != torch.strided:
                 raise ValueError(f"parameter {param.name!r} has layout {tensor.layout}; only dense ones can be sharded")
 

@@ -98,12 +98,12 @@ def grads_between(rank: int, world: int, recipe: Recipe, defer: Any) -> dict[str
     hsdp.hybrid_shard(model, mesh=(2, 2), announce=False)
     with hsdp.accumulate(model, defer):
         backward(model, recipe, 0, rank, world)
-    between = {param.grad.placements for param in model.parameters()}
+    between = {param.grad.placements for param in model.parameters() if param.ndim}
     first = full_grads(model, 1 / world)  # Partial sums over ranks, not yet their mean
     backward(model, recipe, 1, rank, world)
     return {
         "between": between,
-        "after": {param.grad.placements for param in model.parameters()},
+        "after": {param.grad.placements for param in model.parameters() if param.ndim},
         "first": first,
         "second": full_grads(model),
     }

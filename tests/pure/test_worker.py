@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from hsdp import launch
+from hsdp import launch, worker
 from hsdp.launch import rank_environment, root_cause
 from hsdp.model import ModelShape
+from hsdp.options import TrainOptions
 from hsdp.worker import Place, first_host, is_bad_input, place_from_environment
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
@@ -106,6 +107,56 @@ def failures(*exitcodes: tuple[int, int]) -> dict[int, ProcessFailure]:
 )
 def test_root_cause(seen: list[tuple[int, int]], rank: int) -> None:
     assert root_cause(failures(*seen)) == rank
+
+
+def recorded(error: Exception, rank: int, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, list[float]]:
+    """What a rank reports about `error` and how long it waits first; torch's error file is OUT/error.json."""
+    waits: list[float] = []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(out / "error.json"))
+    monkeypatch.setattr(worker.time, "sleep", waits.append)
+    try:
+        raise error
+    except Exception as caught:
+        return *worker.report(caught, rank, str(out)), waits
+
+
+def test_an_error_goes_from_the_rank_to_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, line, waits = recorded(RuntimeError("two\nlines"), 3, tmp_path, monkeypatch)
+    trace = tmp_path / "errors" / "rank-3.txt"
+    assert (status, line, waits) == (1, f"RuntimeError: two lines [full traceback: {trace}]", [])
+    assert trace.read_text().endswith("RuntimeError: two\nlines\n")
+
+    (tmp_path / "checkpoint-70").mkdir()
+    (tmp_path / "checkpoint-70" / "run.json").touch()
+    failure = ProcessFailure(0, os.getpid(), status, str(tmp_path / "error.json"))
+    assert launch._tell_failure({3: failure}, TrainOptions(out=str(tmp_path), nproc=4)) == 1
+    assert capsys.readouterr().err == (
+        f"error: rank 3 failed: RuntimeError: two lines; full traceback: {trace}. All 4 processes have ended. "
+        f"To go on from step 70: hsdp train --resume {tmp_path}\n"
+    )
+
+
+def test_bad_input_of_a_rank_is_told_like_that_of_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="layers is 0") as caught:
+        ModelShape(0, 8, 1)
+    status, line, _ = recorded(caught.value, 0, tmp_path, monkeypatch)
+    assert (status, line) == (2, "layers is 0; it must be 1 or more")
+    assert not (tmp_path / "errors").exists()
+    failure = ProcessFailure(0, os.getpid(), status, str(tmp_path / "error.json"))
+    assert launch._tell_failure({0: failure}, TrainOptions(out=str(tmp_path), nproc=4)) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_a_rank_that_lost_another_lets_that_one_be_reported_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("step failed")
+    error.__cause__ = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
+    assert recorded(error, 0, tmp_path, monkeypatch)[2] == [worker._PEER_GRACE_S]
 
 
 def test_bad_input_is_a_value_error_of_our_own() -> None:
