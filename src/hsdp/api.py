@@ -117,9 +117,10 @@ def fully_shard(
         mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),), mesh_dim_names=("shard",))
     options = Options(_precision_of(mp_policy), reshard_after_forward, sync_replicas, timeout_s, init)
 
+    if mesh.ndim not in (1, 2):  # every rank holds the same mesh
+        raise ValueError(f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; fully_shard takes 1 or 2")
+
     def plan() -> list[UnitPlan]:
-        if mesh.ndim not in (1, 2):
-            raise ValueError(f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; fully_shard takes 1 or 2")
         if shard_placement_fn is not None:
             raise ValueError("shard_placement_fn: parameters are sharded along dim 0 only")
         if offload_policy is not None and type(offload_policy) is not OffloadPolicy:

@@ -89,5 +89,12 @@ def _group_norm(
     largest = norm_type == float("inf")
     power = norm if largest else norm**norm_type
     for axis in axes:
-        dist.all_reduce(power, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(axis))
+        group = mesh.get_group(axis)
+        if not largest:
+            dist.all_reduce(power, group=group)
+            continue
+        # Not all_reduce(MAX): gloo compares with "<", which loses a nan or not depending on the rank that has it.
+        norms = [torch.empty_like(power) for _ in range(group.size())]
+        dist.all_gather(norms, power, group=group)
+        power = torch.stack(norms).max()
     return power if largest else power ** (1.0 / norm_type)

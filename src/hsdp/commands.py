@@ -40,7 +40,18 @@ def _option(text: str, default: object = None, metavar: str | None = None) -> An
     return typer.Option(help=text if default is None else f"{text} [default: {default}]", metavar=metavar)
 
 
-@app.command(context_settings={"allow_extra_args": True})  # the second file and so on after --data
+TRAIN_HELP = """Train a small byte-level transformer on a replicate x shard mesh.
+
+Started plainly, it launches local ranks itself. Under torchrun, in a Slurm job step, or wherever RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set, it is one rank, and the launcher says how many there are.
+
+Ranks that it launches get OMP_NUM_THREADS (cores / ranks), TORCH_CPP_LOG_LEVEL and, on CPU, MALLOC_MMAP_MAX_,
+MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ (glibc keeps freed memory, which is faster), each unless it is set already.
+"""
+
+
+# The extra arguments are the second file and so on after --data.
+@app.command(help=TRAIN_HELP, short_help="Train a small transformer.", context_settings={"allow_extra_args": True})
 def train(
     context: typer.Context,
     data: Annotated[
@@ -88,11 +99,7 @@ def train(
         int | None, _option("Steps between measurements of the held-out loss; 0: only at the end.", D.eval_every)
     ] = None,
 ) -> None:
-    """Train a small byte-level transformer on a replicate x shard mesh.
-
-    Started plainly, it launches local ranks itself. Under torchrun, in a Slurm job step, or wherever RANK, WORLD_SIZE,
-    LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set, it is one rank.
-    """
+    """Train; TRAIN_HELP says more."""
     given = {name: value for name, value in locals().items() if value is not None}
     files = [*given.pop("data", []), *given.pop("context").args]
     if files:

@@ -7,63 +7,102 @@ seed and the module's name: the weights depend neither on the mesh nor on how th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 Init = Callable[[nn.Module], Any]
 
 
 def materialize(
-    model: nn.Module, modules: list[tuple[str, nn.Module]], device: torch.device, seed: int, init: Init | None
+    modules: list[tuple[str, nn.Module]],
+    owner_of: dict[nn.Parameter, tuple[nn.Module, str]],
+    device: torch.device,
+    seed: int,
+    init: Init | None,
 ) -> None:
     """Give memory and values to all meta parameters and buffers that `modules` own directly.
 
     Args:
-        model: the root, only to keep ties: a parameter that stands in several places stays one parameter.
         modules: with their names, children before parents, so that a parent's initialisation has the last word.
+        owner_of: for each tied parameter the one place that initialises it, whatever the other places do.
+        seed: equal on every rank.
         init: called with each module that owns something on the meta device; default: its `reset_parameters()`.
 
     Raises:
         ValueError: a parameter or buffer that nothing initialises; its name is in the text.
     """
-    pending: list[tuple[str, nn.Module, str, torch.Tensor, int]] = []
-    owners: list[tuple[str, nn.Module]] = []
-    made: dict[torch.Tensor, torch.Tensor] = {}
+    fresh: list[_Fresh] = []
     for name, module in modules:
-        owns = False
-        for attribute, old in [*module._parameters.items(), *module._buffers.items()]:
-            if old is None or old.device.type != "meta":
-                continue
-            owns = True
-            if old not in made:
-                made[old] = _poisoned(old, device)
-            new = made[old]
-            store = module._parameters if attribute in module._parameters else module._buffers
-            store[attribute] = new  # type: ignore[assignment]
-            pending.append((f"{name}.{attribute}" if name else attribute, module, attribute, new, new._version))
-        if owns:
-            owners.append((name, module))
-    _keep_ties(model, made)
-    for name, module in owners:
-        _initialise(name, module, device, seed, init)
-    for name, module, attribute, tensor, version in pending:
-        current = getattr(module, attribute)
-        if current is tensor and tensor._version == version and _is_poison(tensor):
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            raise ValueError(
-                f"{kind} {name!r} was on the meta device and nothing initialised it: let "
-                f"{type(module).__name__}.reset_parameters() set it, or pass init= to hybrid_shard"
-            )
+        made = _give_memory(name, module, owner_of, device)
+        if made:
+            with _tied_elsewhere(module, owner_of, device):
+                _initialise(name, module, device, seed, init)
+            fresh += made
+    for item in fresh:
+        item.check()
 
 
-def _keep_ties(model: nn.Module, made: dict[torch.Tensor, torch.Tensor]) -> None:
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None and parameter in made:
-                module._parameters[attribute] = made[parameter]  # type: ignore[assignment]
+@dataclass
+class _Fresh:
+    """A parameter or buffer that was just given memory."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    tensor: torch.Tensor
+    version: int
+
+    def check(self) -> None:
+        """Raise if nothing has written it: no in-place change, no new object in its place, still the poison."""
+        current = getattr(self.module, self.attribute)
+        if current is not self.tensor or self.tensor._version != self.version or not _is_poison(self.tensor):
+            return
+        kind = "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
+        raise ValueError(
+            f"{kind} {self.name!r} was on the meta device and nothing initialised it: let "
+            f"{type(self.module).__name__}.reset_parameters() set it, or pass init= to hybrid_shard"
+        )
+
+
+def _give_memory(
+    name: str, module: nn.Module, owner_of: dict[nn.Parameter, tuple[nn.Module, str]], device: torch.device
+) -> list[_Fresh]:
+    made = []
+    for attribute, old in [*module._parameters.items(), *module._buffers.items()]:
+        if old is None or old.device.type != "meta":
+            continue
+        if isinstance(old, nn.Parameter) and owner_of.get(old, (module, attribute)) != (module, attribute):
+            continue  # another place initialises it
+        new = _poisoned(old, device)
+        store = module._parameters if attribute in module._parameters else module._buffers
+        store[attribute] = new  # type: ignore[assignment]
+        made.append(_Fresh(f"{name}.{attribute}" if name else attribute, module, attribute, new, new._version))
+    return made
+
+
+@contextmanager
+def _tied_elsewhere(
+    module: nn.Module, owner_of: dict[nn.Parameter, tuple[nn.Module, str]], device: torch.device
+) -> Iterator[None]:
+    """While `module` initialises itself, let it fill throw-away tensors where a parameter belongs to another place."""
+    hidden = {
+        attribute: parameter
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None and (parameter.device.type == "meta" or isinstance(parameter, DTensor))
+    }
+    for attribute, parameter in hidden.items():
+        scratch = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        module._parameters[attribute] = nn.Parameter(scratch, requires_grad=False)
+    try:
+        yield
+    finally:
+        module._parameters.update(hidden)
 
 
 def _initialise(name: str, module: nn.Module, device: torch.device, seed: int, init: Init | None) -> None:

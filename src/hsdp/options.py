@@ -48,7 +48,7 @@ class TrainOptions:
     lr: float = 6e-3
     precision: str = "fp32"
     device: str = "auto"
-    out: str = "runs/train"
+    out: str = "runs/hsdp-train"
     resume: str | None = None
     seed: int = 0
     save_every: int = 0

@@ -28,6 +28,8 @@ from hsdp.dtensors import final_placements, local_of, make_dtensor
 from hsdp.layout import GradLayout, plan_gradients, plan_segment
 from hsdp.precision import Precision, sum_dtype
 
+TIE = "_hsdp_tie"  # on a user's parameter that was sharded: what it became, to find it again in another place
+
 
 @dataclass(eq=False)
 class Param:
@@ -65,10 +67,11 @@ class Segment:
         self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=device)
         # With one rank in the row and no cast the shard is the gathered buffer: nothing to move, nothing to free.
         self.in_place = row.size == 1 and self.gathered_dtype == self.dtype
-        self._build_gathered(device)
-        self._build_views()
         for i, param in enumerate(params):
             self._take(i, param)
+        self._build_gathered(device)
+        self._build_views()
+        self.free()  # the views needed a storage of full size to be made
         self.holds_whole = False  # whether a backward left gradients whole that wait for their reduction
         self.trainable = (False,) * len(params)
         self.grads: GradLayout = plan_gradients(self.layout, [False] * len(params))
@@ -83,6 +86,10 @@ class Segment:
         else:
             self._storage = torch.UntypedStorage(self.gathered_bytes, device=device)
             self.buffer = self._view(0, (numel,))
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            view = self._view(slot.slab_offset, slot.shape)
+            param.gathered = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
+            param.gathered.__dict__.update(param.sharded.__dict__)
 
     def _view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
         """A tensor over the gathered storage with a version counter of its own."""
@@ -116,7 +123,7 @@ class Segment:
                 self._unpacked_source.append(message[:, start : start + slot.chunk])
 
     def _take(self, i: int, param: Param) -> None:
-        """Copy this rank's rows of the user's parameter into the shard and give the parameter its two forms."""
+        """Copy this rank's rows of the user's parameter into the shard, and put the sharded form in its place."""
         slot, source = self.layout.slots[i], param.sharded
         rank, rows = self.row.rank, source.detach()
         if slot.shape:
@@ -125,11 +132,11 @@ class Segment:
         local = self.local_rows(i)
         local.copy_(rows)
         tensor = make_dtensor(local, self.mesh, slot.shape, final_placements(self.mesh, slot.shape))
-        sharded = nn.Parameter(tensor, requires_grad=source.requires_grad)
-        gathered = nn.Parameter(self._view(slot.slab_offset, slot.shape), requires_grad=source.requires_grad)
-        for form in (sharded, gathered):
-            form.__dict__.update(source.__dict__)  # what users and trainers hang on their parameters
-        param.sharded, param.gathered, param.local = sharded, gathered, local_of(sharded)
+        param.sharded = nn.Parameter(tensor, requires_grad=source.requires_grad)
+        param.sharded.__dict__.update(source.__dict__)  # what users and trainers hang on their parameters
+        param.sharded.__dict__.pop(TIE, None)
+        param.local = local_of(param.sharded)
+        param.show(param.sharded)  # nothing holds the whole parameter any more
 
     def local_rows(self, i: int) -> torch.Tensor:
         """This rank's rows of parameter `i`, a view of the shard: `[rows, ...]`, `[0, ...]` where it holds none."""

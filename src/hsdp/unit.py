@@ -18,9 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hsdp.collectives import Pending, Row
 from hsdp.precision import Precision
-from hsdp.segment import Param, Segment
-
-_TIE = "_hsdp_tie"  # on a user's parameter that was sharded: what it became, to find it again in another place
+from hsdp.segment import TIE, Param, Segment
 
 
 class State(Enum):
@@ -31,7 +29,7 @@ class State(Enum):
 
 def find_tie(parameter: nn.Parameter) -> tuple[Param, Unit] | None:
     """What a parameter became, if a unit has taken it already under another name; that is how ties are found."""
-    param_ref, unit_ref = getattr(parameter, _TIE, (None, None))
+    param_ref, unit_ref = getattr(parameter, TIE, (None, None))
     param, unit = (param_ref(), unit_ref()) if param_ref is not None and unit_ref is not None else (None, None)
     return (param, unit) if param is not None and unit is not None and param.sharded is not parameter else None
 
@@ -59,7 +57,8 @@ class Unit:
         for param in params:
             dtype = param.sharded.dtype
             groups.setdefault((dtype, precision.param_dtype(dtype)), []).append(param)
-        originals = {param: param.sharded for param in params}
+        for param in params:
+            setattr(param.sharded, TIE, (weakref.ref(param), weakref.ref(self)))
         self.segments = [Segment(group, mesh, row, precision, device) for group in groups.values()]
         self.state = State.SHARDED
         self.tag = 0  # set by the schedule: the first tag of this unit's messages
@@ -68,9 +67,6 @@ class Unit:
         self.divide_factor: float = mesh.size()
         self.listener: Callable[[Unit, Segment, int], None] | None = None  # hears of every complete gradient
         self._pending: list[Pending] = []
-        for param in params:
-            param.show(param.sharded)
-            setattr(originals[param], _TIE, (weakref.ref(param), weakref.ref(self)))
 
     @property
     def params(self) -> list[Param]:

@@ -97,10 +97,11 @@ def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: i
     row = make_row(mesh.get_group(mesh.ndim - 1), mesh.device_type, timeout)
     column = Column(mesh.get_group(0), timeout) if mesh.ndim == 2 and mesh.size(0) > 1 else None
     seed = exchange_over_mesh(torch.initial_seed(), mesh)[0]
+    owner_of = {param.sharded: param.owners[0] for plan in plans for param in plan.params}
     units: dict[int, Unit] = {}
     for plan in plans:
         for name, module in zip(plan.names, plan.modules, strict=True):
-            materialize(module, own_modules(module, name, plans), device, seed, options.init)
+            materialize(own_modules(module, name, plans), owner_of, device, seed, options.init)
         _refresh(plan)
         if options.sync_replicas:
             sync_rows(plan, mesh, device)
