@@ -103,19 +103,31 @@ class Awkward(nn.Module):
         self.few = nn.Parameter(torch.randn(3, 18_000) / 150)  # 72 kB a row: in place, some ranks have none
         self.cube = nn.Parameter(torch.randn(5, 3, 2))
         self.scale = nn.Parameter(torch.full((1,), 1.5))
-        self.temperature = nn.Parameter(torch.tensor(0.7))  # no rows at all: every rank has it
         self.out = nn.Linear(1030, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.big(torch.tanh(self.wide(torch.tanh(self.narrow(x))))))
         x = x * (1 + self.few[:, :1030].sum(0) * self.few[:, 1030:2060].mean(0)) * self.scale
-        return self.out(x) + torch.tanh(self.cube).sum((0, 2)).sum() + self.few[:, 2060:].pow(2).sum() * self.temperature
+        return self.out(x) + torch.tanh(self.cube).sum((0, 2)).sum() + self.few[:, 2060:].pow(2).sum()
+
+
+class Scalars(Awkward):
+    """With parameters that have no dims, so no rows to share out: every rank has them. torch's own refuses such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.shift = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature + self.shift
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer": Transformer,
     "tied": TiedTransformer,
     "awkward": Awkward,
+    "scalars": Scalars,
 }
 
 
@@ -157,7 +169,7 @@ def build(recipe: Recipe) -> nn.Module:
 def batch(recipe: Recipe, step: int, micro: int = 0, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one microbatch, cut to the `part`-th of `parts` equal parts."""
     generator = torch.Generator().manual_seed(1000 * step + micro)
-    if recipe.model == "awkward":
+    if recipe.model in ("awkward", "scalars"):
         inputs = torch.randn(BATCH, 6, generator=generator, dtype=torch.float64).to(recipe.dtype)
         targets = inputs[:, :4] * inputs[:, 1:5]
     else:

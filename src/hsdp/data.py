@@ -2,7 +2,8 @@
 
 Holds: which files, the held-out part, and which window is which sample. Must not know: meshes, ranks, models. A sample
 is a pure function of (seed, step, its number in the global batch), so neither the mesh nor the number of ranks changes
-what a step learns from, and a run that was interrupted goes on with the samples it would have had.
+what a step learns from, and a run that was interrupted goes on with the samples it would have had. Every rank
+holds the whole text in memory.
 
     files, sorted --every 20th--> held-out text       windows at even distances
                   --the others--> training text       a window = seq bytes and the byte after each of them

@@ -44,7 +44,7 @@ class TrainOptions:
     seq: int = 128
     batch: int = 4
     accumulate: int = 1
-    steps: int = 300
+    steps: int = 250
     lr: float = 6e-3
     precision: str = "fp32"
     device: str = "auto"

@@ -64,7 +64,7 @@ def train_accumulating(rank: int, world: int, mesh: tuple[int, int], recipe: Rec
 @pytest.mark.parametrize("how", [*DEFERS, "both", "plain"])
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 2), (2, 1)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 def test_three_microbatches(mesh: tuple[int, int], how: str) -> None:
-    models = [Recipe(dtype=FP64, steps=3, micro=3), Recipe("awkward", FP64, steps=3, micro=3)]
+    models = [Recipe(dtype=FP64, steps=3, micro=3), Recipe("scalars", FP64, steps=3, micro=3)]
     for recipe in models if mesh == (2, 2) else models[1:]:
         for of_ranks in zip(*run_ranks(mesh[0] * mesh[1], train_accumulating, mesh, recipe, how), strict=True):
             assert_same_training(list(of_ranks), reference(recipe), TOLERANCE[FP64])
@@ -110,7 +110,7 @@ def grads_between(rank: int, world: int, recipe: Recipe, defer: Any) -> dict[str
 
 
 @pytest.mark.parametrize("defer", DEFERS)
-@pytest.mark.parametrize("model", ["transformer", "awkward"])
+@pytest.mark.parametrize("model", ["transformer", "awkward", "scalars"])
 def test_deferred_gradients_are_labelled_as_what_they_are(model: str, defer: str) -> None:
     recipe = Recipe(model, FP64)
     want = run_ranks(1, grads_between, recipe, defer, init_group=False)[0]

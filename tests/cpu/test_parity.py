@@ -33,8 +33,8 @@ def train_all(rank: int, world: int, mesh: tuple[int, int], recipes: list[Recipe
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("transformer", {}), ("awkward", {}), ("awkward", {"units": "Linear"})],
-    ids=["transformer", "awkward-one-unit", "awkward-units"],
+    [("transformer", {}), ("awkward", {}), ("scalars", {"units": "Linear"})],
+    ids=["transformer", "awkward", "scalars-units"],
 )
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 def test_every_mesh(mesh: tuple[int, int], model: str, options: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ def test_every_mesh(mesh: tuple[int, int], model: str, options: dict[str, Any]) 
 
 def test_the_reference_trains() -> None:
     """What everything is compared with must itself move, and be clipped, in every parameter."""
-    for model in ("transformer", "awkward"):
+    for model in ("transformer", "awkward", "scalars"):
         recipe = Recipe(model)
         before, after = dict(build(recipe).named_parameters()), reference(recipe)
         assert min(after.norms) > recipe.max_norm
