@@ -191,15 +191,11 @@ class Schedule:
         state = self.states[unit]
         state.running += int(ends)
         unit.finish_gather()
-        if state.backward_prefetch is not None:
-            for earlier in state.backward_prefetch:
-                earlier.start_gather()
-            return
         if unit in self._to_come:  # not so in a recomputation, and in a second backward through the same graph
             while self._to_come.pop() is not unit:
                 pass
-        if self._to_come:
-            self._to_come[-1].start_gather()
+        for earlier in self._to_come[-1:] if state.backward_prefetch is None else state.backward_prefetch:
+            earlier.start_gather()
 
     def post_backward(self, unit: Unit) -> None:
         """Gradients of the inputs of `unit` are complete."""

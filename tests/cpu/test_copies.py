@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hsdp
 from hsdp.layout import PACKED_CHUNK_BYTES
 from hsdp.module import state_of
-from hsdp.unit import State
 
-VOCABULARY, WIDTH, BATCH, SEQ, LAYERS = 1024, 128, 2, 4, 4
+# A chunk of the largest parameter, and a unit's packed message, are smaller than the smallest whole direct parameter.
+VOCABULARY, WIDTH, HIDDEN, BATCH, SEQ, LAYERS = 1024, 96, 768, 2, 4, 4
 
 
 class Block(nn.Module):
@@ -43,8 +43,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
@@ -135,8 +135,6 @@ def watch_a_step(rank: int, world: int, engine: str, mesh: tuple[int, int], resh
         # Not what a state machine says but what is there: the memory under the full parameters.
         sizes = [{p.gathered.untyped_storage()._cdata: p.gathered.untyped_storage().nbytes() for p in u.params} for u in units]
         held = [sum(of_unit.values()) for of_unit in sizes]
-        for unit, num_bytes in zip(units, held, strict=True):
-            assert (num_bytes > 0) == (unit.state is not State.SHARDED and unit.gathered_bytes > 0), unit.name
         return sum(num_bytes > 0 for num_bytes in held), sum(held)
 
     for step in range(4):
@@ -163,19 +161,14 @@ def test_one_step_copies_chunks_only(mesh: tuple[int, int], reshard: bool | None
     direct, packed = parameter_bytes(shard)
     assert len(direct) >= 2 * LAYERS + 2
     for log in run_ranks(4, watch_a_step, "hsdp", mesh, reshard):
-        # One write: a chunk of the largest parameter at most, and always less than the smallest whole direct one.
         largest = max(num_bytes for _, num_bytes in log.copied)
-        assert largest <= max(max(direct) // shard, sum(packed)), Counter(log.copied).most_common(5)
-        if shard > 2:
-            assert largest < min(direct)
-        whole = {(name, size) for name, size in log.copied if size in set(direct)}
-        assert all(size in {n // shard for n in direct} for _, size in whole), whole
+        assert largest < min(direct), Counter(log.copied).most_common(5)
+        assert largest >= max(direct) / shard, "the log missed the copy of the own chunk"
         # All writes: two gathers (own chunks, packed message, unpacked) and one packed reduction, 1/8 for activations.
         total = sum(num_bytes for _, num_bytes in log.copied)
         gather = (sum(direct) + sum(packed)) / shard + sum(packed)
         print(f"{mesh} {reshard}: copied {total:,} of {2 * gather + 2 * sum(packed):,.0f} bytes, model {sum(direct + packed):,}")
         assert total <= 1.125 * (2 * gather + 2 * sum(packed))
-        assert total < 2.5 * sum(direct + packed) / shard + 8 * sum(packed)
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
