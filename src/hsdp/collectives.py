@@ -173,8 +173,8 @@ class GroupedRow:
 
     streaming = False
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-        self._group, self._timeout = group, timeout
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self.rank, self.size = group.rank(), group.size()
         self._grouped = True
 
@@ -185,7 +185,7 @@ class GroupedRow:
             lambda: self._group.allgather_into_tensor_coalesced(slabs, inputs),
             [partial(_all_gather, out, own, self._group) for out, own in zip(slabs, inputs, strict=True)],
         )
-        return Pending(works, (), self._timeout, keep=[*slabs, *inputs])
+        return Pending(works, keep=[*slabs, *inputs])
 
     def reduce(self, jobs: Sequence[ReduceJob], tag: int) -> Pending:
         inputs = [self._padded(job) for job in jobs]
@@ -201,7 +201,7 @@ class GroupedRow:
                 out = job.out[:count]
                 out.add_(received[:count]) if job.add else out.copy_(received[:count])
 
-        return Pending(works, (), self._timeout, finish, [*inputs, *outputs])
+        return Pending(works, then=finish, keep=[*inputs, *outputs])
 
     def _padded(self, job: ReduceJob) -> torch.Tensor:
         """The gradient itself when every rank's part is equally long, else a copy padded to equal parts."""
@@ -244,9 +244,15 @@ def _reduce_scatter(out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGr
     return run(out, full, group=group, async_op=True)
 
 
-def make_row(group: dist.ProcessGroup, device_type: str, timeout: timedelta | None) -> Row:
+def make_row(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> Row:
     """The row's collectives that suit the backend `group` has for `device_type`."""
-    return (DirectRow if backend_of(group, device_type) == "gloo" else GroupedRow)(group, timeout)
+    return DirectRow(group, timeout) if backend_of(group, device_type) == "gloo" else GroupedRow(group)
+
+
+def make_column(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> Column:
+    """The column's collectives. Only gloo waits with a timeout of its own: on an accelerator such a wait would block
+    the host instead of ordering streams, and Works made from futures refuse it; there the group's timeout holds."""
+    return Column(group, timeout if backend_of(group, device_type) == "gloo" else None)
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:

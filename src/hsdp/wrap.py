@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hsdp.collectives import Column, make_row
+from hsdp.collectives import Column, make_column, make_row
 from hsdp.control import exchange_over_mesh, first_difference
 from hsdp.device import DeviceHandle
 from hsdp.hooks import ModuleHooks
@@ -95,7 +95,7 @@ def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: i
     device = DeviceHandle(mesh.device_type).device
     timeout = timedelta(seconds=options.timeout_s)
     row = make_row(mesh.get_group(mesh.ndim - 1), mesh.device_type, timeout)
-    column = Column(mesh.get_group(0), timeout) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    column = make_column(mesh.get_group(0), mesh.device_type, timeout) if mesh.ndim == 2 and mesh.size(0) > 1 else None
     seed = exchange_over_mesh(torch.initial_seed(), mesh)[0]
     owner_of = {param.sharded: param.owners[0] for plan in plans for param in plan.params}
     units: dict[int, Unit] = {}
