@@ -148,9 +148,11 @@ class Gradients:
         param = segment.params[i]
         if param.sharded.grad is not left.grad:  # cleared, or replaced by a gradient of the user's own
             param.whole = None
+            self._used[segment][i] = False
             if segment in self._filled:
-                segment.grad_rows(i, self.region(segment)).zero_()
-                self._used[segment][i] = False
+                region = self.region(segment)
+                segment.grad_rows(i, region).zero_()
+                region[segment.grads.flag_offset(i)] = 0
             return
         if left.shown is None:
             return

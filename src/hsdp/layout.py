@@ -106,6 +106,10 @@ class GradLayout:
     flags_offset: int  # one element a trainable slot: how many ranks gave it a gradient
     numel: int
 
+    def flag_offset(self, slot: int) -> int:
+        """Where the flag of a trainable slot is."""
+        return self.flags_offset + list(self.offsets).index(slot)
+
     @property
     def packed_numel(self) -> int:
         """Elements of one rank's packed gradient message, flags included."""

@@ -201,6 +201,30 @@ def test_parameters_used_by_some_ranks_in_some_microbatches(by_row: bool, defer:
         assert_close(got, want, TOLERANCE[FP64], "gradient")
 
 
+def discard_and_not_use(rank: int, world: int, defer: Any, set_to_none: bool) -> dict[str, torch.Tensor]:
+    """Choice 0 is used in a microbatch that is then discarded, and in none after it."""
+    torch.manual_seed(0)
+    model: Any = Picky().double()
+    if world > 1:
+        hsdp.hybrid_shard(model, mesh=(2, 2), units="Picky", announce=False)
+    data = torch.randn(4, 5, 300, generator=torch.Generator().manual_seed(1), dtype=FP64)
+    for choice, last in ((0, False), (1, True)):
+        with contextlib.nullcontext() if last or world == 1 else hsdp.accumulate(model, defer):
+            model(data if world == 1 else data[rank], choice).pow(2).mean().backward()
+        if not last:
+            model.zero_grad(set_to_none=set_to_none)
+    return full_grads(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("defer", DEFERS)
+def test_a_discarded_gradient_that_nothing_follows(defer: str, set_to_none: bool) -> None:
+    want = run_ranks(1, discard_and_not_use, defer, set_to_none, init_group=False)[0]
+    assert ("choices.0.weight" in want) == (not set_to_none)
+    for got in run_ranks(4, discard_and_not_use, defer, set_to_none):
+        assert_close(got, want, TOLERANCE[FP64], "gradient")
+
+
 # ---- the context itself ----------------------------------------------------------------------------------------------
 
 

@@ -116,8 +116,10 @@ def test_no_rank_outlives_the_program(tmp_path: Path, number: signal.Signals) ->
         next(line for line in program.stderr if "warm-up" in line)  # ranks are at work
         ranks = psutil.Process(program.pid).children()
         program.send_signal(number)
+        gone, alive = psutil.wait_procs(ranks, timeout=20)
+        for process in alive:
+            process.kill()
         rest = program.stderr.read()
-    gone, alive = psutil.wait_procs(ranks, timeout=20)
     assert (len(gone), len(alive)) == (2, 0)
     if number == signal.SIGINT:
         assert program.returncode == 1

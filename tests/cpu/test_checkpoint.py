@@ -15,8 +15,11 @@ from models import (
     TiedTransformer,
     adamw,
     assert_close,
+    assert_same_training,
     batch,
+    brief,
     build,
+    digest,
     full,
     loss_of,
     reference,
@@ -44,7 +47,7 @@ MODELS = ["transformer", "tied", "awkward"]
 Flat = dict[str, Tensor]
 
 
-def make(model: str, rank: int, mesh: tuple[int, int] | None, engine: str, seed: int = 0) -> tuple[nn.Module, Any]:
+def make(model: str, mesh: tuple[int, int] | None, engine: str, seed: int = 0) -> tuple[nn.Module, Any]:
     """A model on a mesh or, with mesh=None, a plain one; and its optimizer."""
     module = build(Recipe(model, FP64, seed=seed))
     if engine == "hsdp":
@@ -78,83 +81,89 @@ def whole(state: dict[str, Any], prefix: str = "") -> Flat:
     return found
 
 
+def fingerprints(state: Flat) -> dict[str, str]:
+    """Equal for bit-equal tensors, and quickly sent to the test's process."""
+    return {key: digest({"": tensor}) for key, tensor in state.items()}
+
+
 def saved_state(model: nn.Module, optimizer: Any) -> Flat:
     return {**whole(get_model_state_dict(model)), **whole(get_optimizer_state_dict(model, optimizer))}
 
 
-def assert_trained(model: nn.Module, optimizer: Any, name: str, atol: float = TOLERANCE[FP64]) -> None:
+def assert_trained(rank: int, model: nn.Module, name: str) -> None:
     """The model went through all steps, and so it is where one process is after them."""
-    module, plain = make(name, 0, None, "plain")
-    steps(module, plain, name, 0, 1, 0, BEFORE + AFTER)
-    assert_close(
-        {n: full(p) for n, p in model.named_parameters()}, {n: full(p) for n, p in module.named_parameters()}, atol
-    )
+    params = {key: full(param) for key, param in model.named_parameters()}
+    if rank == 0:
+        module, optimizer = make(name, None, "plain")
+        steps(module, optimizer, name, 0, 1, 0, BEFORE + AFTER)
+        assert_close(params, {key: full(param) for key, param in module.named_parameters()}, TOLERANCE[FP64])
 
 
 # ---- torch.distributed.checkpoint ------------------------------------------------------------------------------------
 
 
-def save_all(rank: int, world: int, folder: str, engine: str, names: list[str]) -> dict[str, Flat]:
+def save_all(rank: int, world: int, folder: str, engine: str, names: list[str]) -> dict[str, dict[str, str]]:
     """Train and save, and return what was saved; training goes on, so that loading too early would be noticed."""
     saved = {}
     for name in names:
-        model, optimizer = make(name, rank, (2, 2), engine)
+        model, optimizer = make(name, (2, 2), engine)
         steps(model, optimizer, name, rank, world, 0, BEFORE)
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/{name}")
-        saved[name] = saved_state(model, optimizer)
+        state = saved_state(model, optimizer)
+        moments = [key for key in state if key.endswith(("/exp_avg", "/exp_avg_sq"))]
+        assert len(moments) == 2 * len(dict(build(Recipe(name)).named_parameters()))
+        assert all(state[key].abs().max() > 0 for key in moments)
+        saved[name] = fingerprints(state)
         steps(model, optimizer, name, rank, world, BEFORE, AFTER)
-        assert_trained(model, optimizer, name)
-    return saved if rank == 0 else {}
+        assert_trained(rank, model, name)
+    return saved
 
 
 def load_all(rank: int, world: int, folder: str, mesh: tuple[int, int] | None, engine: str, names: list[str]) -> Any:
     """Load into a model of other weights, return what is there then, and train on."""
     loaded = {}
     for name in names:
-        model, optimizer = make(name, rank, mesh, engine, seed=1)
+        model, optimizer = make(name, mesh, engine, seed=1)
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, checkpoint_id=f"{folder}/{name}", no_dist=mesh is None)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        loaded[name] = saved_state(model, optimizer)
+        loaded[name] = fingerprints(saved_state(model, optimizer))
         steps(model, optimizer, name, rank, world, BEFORE, AFTER)
-        assert_trained(model, optimizer, name)
+        assert_trained(rank, model, name)
         if isinstance(model, TiedTransformer):
             assert model.head.weight is model.embed.weight, "the tie broke"
     return loaded
 
 
-def saved_by(engine: str, folder: Path, names: list[str]) -> tuple[str, dict[str, Flat]]:
+def saved_by(engine: str, folder: Path, names: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
     saved = run_ranks(4, save_all, str(folder), engine, names)[0]
     for name, state in saved.items():
-        params = [key for key in state if "/" not in key]
-        moments = [key for key in state if key.endswith(("/exp_avg", "/exp_avg_sq"))]
-        assert set(params) == set(build(Recipe(name, FP64)).state_dict())
-        assert len(moments) == 2 * len(dict(build(Recipe(name, FP64)).named_parameters()))
-        assert all(state[key].abs().max() > 0 for key in moments)
+        assert {key for key in state if "/" not in key} == set(build(Recipe(name)).state_dict())
     return str(folder), saved
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Flat]]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict[str, str]]]:
     """A folder with a checkpoint of every model, saved on (2, 2), and what was saved."""
     return saved_by("hsdp", tmp_path_factory.mktemp("hsdp"), MODELS)
 
 
 @pytest.fixture(scope="module")
-def checkpoint_of_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Flat]]:
+def checkpoint_of_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict[str, str]]]:
     return saved_by("torch", tmp_path_factory.mktemp("torch"), MODELS[:2])
 
 
 def assert_loads(
-    checkpoint: tuple[str, dict[str, Flat]], mesh: tuple[int, int] | None, engine: str, names: list[str]
+    checkpoint: tuple[str, dict[str, dict[str, str]]], mesh: tuple[int, int] | None, engine: str, names: list[str]
 ) -> None:
     folder, saved = checkpoint
     world = 1 if mesh is None else mesh[0] * mesh[1]
     for result in run_ranks(world, load_all, folder, mesh, engine, names, init_group=mesh is not None):
         for name in names:
-            assert_close(result[name], saved[name], 0.0, f"{name}:")
+            assert result[name].keys() == saved[name].keys()
+            assert [key for key, value in result[name].items() if value != saved[name][key]] == [], f"differ, {name}"
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (4, 1), (1, 2)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
@@ -179,7 +188,7 @@ def test_load_what_torchs_fully_shard_saved(checkpoint_of_torch: Any) -> None:
 
 
 def full_state_dicts(rank: int, world: int, name: str, broadcast: bool) -> Any:
-    model, optimizer = make(name, rank, (2, 2), "hsdp")
+    model, optimizer = make(name, (2, 2), "hsdp")
     steps(model, optimizer, name, rank, world, 0, BEFORE)
     options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
     state = get_model_state_dict(model, options=options)
@@ -187,27 +196,25 @@ def full_state_dicts(rank: int, world: int, name: str, broadcast: bool) -> Any:
     if broadcast and rank > 0:
         assert state == {}  # torch gathers to the first rank then
     assert not any(isinstance(value, DTensor) for value in state.values())
-    want = whole(get_model_state_dict(model))
+    got, want = whole(state), whole(get_model_state_dict(model))  # torch distributes `state` in place below
 
-    other, its_optimizer = make(name, rank, (2, 2), "hsdp", seed=1)
+    other, its_optimizer = make(name, (2, 2), "hsdp", seed=1)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
     set_model_state_dict(other, state, options=options)
     set_optimizer_state_dict(other, its_optimizer, optimizer_state, options=options)
     assert_close(whole(get_model_state_dict(other)), want, 0.0)
     steps(other, its_optimizer, name, rank, world, BEFORE, AFTER)
-    assert_trained(other, its_optimizer, name)
-    return whole(state), want
+    assert_trained(rank, other, name)
+    return fingerprints(got), fingerprints(want)
 
 
 @pytest.mark.parametrize("broadcast", [False, True], ids=["every-rank", "rank0"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS[1:])
 def test_full_state_dict_and_back(name: str, broadcast: bool) -> None:
-    plain, optimizer = make(name, 0, None, "plain")
-    steps(plain, optimizer, name, 0, 1, 0, BEFORE)
     for rank, (got, want) in enumerate(run_ranks(4, full_state_dicts, name, broadcast)):
-        assert_close(want, dict(plain.state_dict()), TOLERANCE[FP64])
         if rank == 0 or not broadcast:
-            assert_close(got, want, 0.0)
+            assert set(got) == set(build(Recipe(name)).state_dict())
+            assert [key for key, value in got.items() if value != want[key]] == []
 
 
 # ---- state_dict and load_state_dict of the module itself -------------------------------------------------------------
@@ -270,7 +277,7 @@ def assign_and_train(rank: int, world: int, name: str, assign: bool) -> Any:
         assert model.head.weight is model.embed.weight
         assert len(list(model.parameters())) == len(list(good.parameters()))
     hsdp.check_replicas(model)
-    return result
+    return brief(result, rank)
 
 
 def hsdp_modules(model: nn.Module) -> list[Any]:
@@ -280,10 +287,8 @@ def hsdp_modules(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("name", MODELS)
 def test_load_state_dict_and_train(name: str, assign: bool) -> None:
-    want = reference(Recipe(name, FP64, steps=3))
-    for result in run_ranks(4, assign_and_train, name, assign):
-        assert_close(result.params, want.params, TOLERANCE[FP64])
-        assert result.norms == pytest.approx(want.norms, rel=1e-11)
+    recipe = Recipe(name, FP64, steps=3)
+    assert_same_training(run_ranks(4, assign_and_train, name, assign), reference(recipe), TOLERANCE[FP64])
 
 
 def load_a_unit(rank: int, world: int) -> bool:

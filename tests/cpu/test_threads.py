@@ -1,11 +1,12 @@
-"""Ranks as threads of one process, over torch's in-process test backend: the path of backends that are not gloo.
+"""Ranks that are threads of one process, over torch's in-process group: a backend that has only grouped collectives.
 
-That backend ("threaded") has grouped and plain collectives but no send and recv, as accelerator backends may; its
-collectives are Python that copies between the threads' tensors, so what is checked here is the engine's use of them.
+gloo goes through `DirectRow`; this is the way every other backend goes, `GroupedRow`: no messages between two ranks,
+one order of calls, gradients reduced a unit at a time and padded where the last ranks have fewer rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,61 +15,144 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from models import TOLERANCE, Recipe, Trained, assert_same_training, brief, build, reference, train
-from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg
+from models import TOLERANCE, Recipe, Trained, assert_close, assert_same_training, brief, build, full, reference, train
+from torch import Tensor, nn
 
 import hsdp
+from hsdp.collectives import GroupedRow
 
 FP64 = torch.float64
-_BUILDING = threading.Lock()  # the seed is the process's, not a thread's
+MESHES = [(1, 2), (2, 2), (2, 1), (1, 3)]
+_building = threading.Lock()  # torch's random numbers are one stream for all threads
 
 
-def run_threads(world: int, fn: Callable[[int], Any]) -> list[Any]:
-    """`fn(rank)` in `world` threads with a default group over them; the first error is raised here."""
-    _install_threaded_pg()  # torch's own tests do the same; this process ends with the run
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    store = dist.HashStore()
-    results: list[Any] = [None] * world
-    errors: list[BaseException] = []
+def run_threads(rank: int, world: int, threads: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """`fn(rank, threads, *args)` in threads of this process, each a rank of torch's "threaded" backend.
 
-    def work(rank: int) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
-            results[rank] = fn(rank)
-        except BaseException as error:
-            errors.append(error)
+    It changes torch.distributed as a whole, so the process is one of the harness's, without a group of its own.
+    """
+    from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads) and not errors:
-        threads[0].join(0.05)
-    if errors:
-        raise errors[0]
+    results: dict[int, Any] = {}
+
+    def rank_main(_: Any) -> None:
+        rank = dist.get_rank()
+        results[rank] = fn(rank, threads, *args)
+
+    spawn_threads_and_init_comms(rank_main, world_size=threads)(None)
+    return [results[rank] for rank in range(threads)]
+
+
+def in_threads(threads: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
+    return run_ranks(1, run_threads, threads, fn, *args, init_group=False)[0]
+
+
+def build_sharded(recipe: Recipe, mesh: tuple[int, int], **options: Any) -> nn.Module:
+    with _building:
+        model = build(recipe)
+    hsdp.hybrid_shard(model, mesh=mesh, announce=False, **options)
+    rows = {type(segment.row) for unit in model._hsdp_state.schedule.units for segment in unit.segments}
+    assert rows == {GroupedRow}, "this is to test the way of other backends"
+    return model
+
+
+def ungroup() -> None:
+    """Take the grouped collectives from the threaded group: torch then says that the backend has none."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
+
+    grouped = [
+        name for name in vars(ProcessLocalGroup) if name.endswith("_coalesced") and name != "allreduce_coalesced"
+    ]
+    assert len(grouped) == 2, grouped
+    for name in grouped:
+        delattr(ProcessLocalGroup, name)
+
+
+def train_all(rank: int, world: int, mesh: tuple[int, int], recipes: list[Recipe], accumulate: Any) -> list[Trained]:
+    results = []
+    for recipe in recipes:
+        model = build_sharded(recipe, mesh, units="Linear" if recipe.model == "awkward" else None)
+
+        def micro_context(last: bool, model: nn.Module = model) -> contextlib.AbstractContextManager[Any]:
+            return hsdp.accumulate(model, accumulate) if accumulate and not last else contextlib.nullcontext()
+
+        clip = hsdp.clip_grad_norm_
+        result = train(model, recipe, part=rank, parts=world, clip=clip, micro_context=micro_context)
+        hsdp.check_replicas(model)
+        results.append(brief(result, rank))
     return results
 
 
-def train_in_threads(rank: int, world: int, mesh: tuple[int, int], recipe: Recipe, options: dict[str, Any]) -> list[Trained]:
-    def one(thread_rank: int) -> Trained:
-        with _BUILDING:
-            model = build(recipe)
-        hsdp.hybrid_shard(model, mesh=mesh, announce=False, **options)
-        parts = mesh[0] * mesh[1]
-        result = train(model, recipe, part=thread_rank, parts=parts, clip=hsdp.clip_grad_norm_)
-        hsdp.check_replicas(model)
-        return brief(result, thread_rank)
-
-    return run_threads(mesh[0] * mesh[1], one)
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_training_equals_one_process(mesh: tuple[int, int]) -> None:
+    recipes = [Recipe("awkward", FP64, steps=4), Recipe("tied", FP64, steps=4)]
+    results = in_threads(mesh[0] * mesh[1], train_all, mesh, recipes, None)
+    for recipe, of_ranks in zip(recipes, zip(*results, strict=True), strict=True):
+        assert_same_training(list(of_ranks), reference(recipe), TOLERANCE[FP64])
 
 
-@pytest.mark.xfail(reason="the engine passes a timeout to Work.wait(), which this backend's Work does not take")
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [("transformer", {}), ("transformer", {"reshard_after_forward": True}), ("scalars", {"units": "Linear"})],
-    ids=["transformer", "resharded", "scalars"],
-)
-@pytest.mark.parametrize("mesh", [(1, 2), (2, 2), (1, 3), (2, 1)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
-def test_grouped_collectives(mesh: tuple[int, int], model: str, options: dict[str, Any]) -> None:
-    recipe = Recipe(model, FP64, steps=3)
-    results = run_ranks(1, train_in_threads, mesh, recipe, options, init_group=False)[0]
-    assert_same_training(results, reference(recipe), TOLERANCE[FP64])
+@pytest.mark.parametrize("defer", ["cross-reduce", "reduce"])
+def test_microbatches(defer: str) -> None:
+    recipe = Recipe("awkward", FP64, steps=3, micro=3)
+    results = in_threads(4, train_all, (2, 2), [recipe], defer)
+    assert_same_training([result[0] for result in results], reference(recipe), TOLERANCE[FP64])
+
+
+# ---- a backend that has not even those -------------------------------------------------------------------------------
+
+
+def train_ungrouped(rank: int, world: int, recipe: Recipe) -> tuple[Trained, set[bool]]:
+    model = build_sharded(recipe, (1, 3), units="Linear")
+    result = train(model, recipe, part=rank, parts=world, clip=hsdp.clip_grad_norm_)
+    return brief(result, rank), {
+        segment.row._grouped for unit in model._hsdp_state.schedule.units for segment in unit.segments
+    }
+
+
+def run_ungrouped(rank: int, world: int, recipe: Recipe) -> list[Any]:
+    ungroup()
+    return run_threads(0, 1, 3, train_ungrouped, recipe)
+
+
+def test_a_backend_without_grouped_collectives() -> None:
+    recipe = Recipe("awkward", FP64, steps=3)
+    results = run_ranks(1, run_ungrouped, recipe, init_group=False)[0]
+    assert all(grouped == {False} for _, grouped in results)
+    assert_same_training([result for result, _ in results], reference(recipe), TOLERANCE[FP64])
+
+
+# ---- parameters that some ranks use ----------------------------------------------------------------------------------
+
+
+class Picky(nn.Module):
+    """Uses one of its linears; the matrices travel alone, the biases packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = nn.ModuleList(nn.Linear(301, 301) for _ in range(4))
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        return self.choices[choice](x)
+
+
+def use_some(rank: int, world: int) -> dict[str, Tensor]:
+    """Ranks 0 and 1 use choice 0, rank 2 choice 1, rank 3 choice 2; nobody uses choice 3."""
+    with _building:
+        torch.manual_seed(0)
+        model = Picky().double()
+    data = torch.randn(4, 5, 301, generator=torch.Generator().manual_seed(1), dtype=FP64)
+    losses = [lambda r=r: model(data[r], max(r - 1, 0)).pow(2).mean() for r in range(4)]
+    if world == 1:
+        (sum(loss() for loss in losses) / 4).backward()  # type: ignore[no-untyped-call]
+    else:
+        hsdp.hybrid_shard(model, mesh=(2, 2), units=Picky, announce=False)
+        losses[rank]().backward()  # type: ignore[no-untyped-call]
+    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def test_parameters_that_some_ranks_use() -> None:
+    want = use_some(0, 1)
+    assert sorted(want) == [f"choices.{i}.{kind}" for i in range(3) for kind in ("bias", "weight")]
+    for got in in_threads(4, use_some):
+        assert_close(got, want, TOLERANCE[FP64], "gradient")
