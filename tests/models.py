@@ -1,12 +1,12 @@
 """Small models, their data, and the one training loop that a plain process and every rank of a mesh run alike.
 
-A test trains a `Recipe` twice, in one plain process on the whole batch (`reference`) and on the ranks of a mesh, each on
-its part of the batch, and compares the two: `assert_same_training`.
+A test trains a `Recipe` twice, in one plain process on the whole batch (`reference`) and on the ranks of a mesh, each
+on its part of the batch, and compares the two: `assert_same_training`.
 
 [Note: Adam and rounding] Adam divides a gradient by its own size, so that where eps is tiny a gradient that is nothing
 but rounding moves a weight as far as any other. With eps = 1e-3, about the size of the clipped gradients here, a
 difference of d in a gradient moves a weight by at most about lr / eps * d = 10 d a step; fp32 gradients of two
-summation orders differ by some 1e-9. So 1e-6 (1e-12 in fp64) is a bound on errors of the engine and not of the rounding,
+summation orders differ by some 1e-9. So 1e-6 (1e-12 in fp64) bounds errors of the engine and not of the rounding,
 while the weights themselves move by some 1e-2.
 """
 

@@ -54,7 +54,13 @@ def train_accumulating(rank: int, world: int, mesh: tuple[int, int], recipe: Rec
         model = hsdp.hybrid_shard(build(recipe), mesh=mesh, reshard_after_forward=reshard, announce=False)
         context = micro_context(model, how)
         result = train(
-            model, recipe, part=rank, parts=world, micro_context=context, clip=hsdp.clip_grad_norm_, set_to_none=not reshard
+            model,
+            recipe,
+            part=rank,
+            parts=world,
+            micro_context=context,
+            clip=hsdp.clip_grad_norm_,
+            set_to_none=not reshard,
         )
         hsdp.check_replicas(model)
         results.append(brief(result, rank))
@@ -245,7 +251,10 @@ def leave_by_exception(rank: int, world: int) -> dict[str, Any]:
         backward(model, recipe, 0, rank, world)
     nested = {param.grad.placements for param in model.parameters()}
     errors = []
-    for call in (lambda: hsdp.accumulate(model, "all").__enter__(), lambda: hsdp.accumulate(nn.Linear(2, 2)).__enter__()):  # type: ignore[arg-type]
+    for call in (
+        lambda: hsdp.accumulate(model, "all").__enter__(),
+        lambda: hsdp.accumulate(nn.Linear(2, 2)).__enter__(),
+    ):  # type: ignore[arg-type]
         try:
             call()
         except ValueError as error:
@@ -267,7 +276,7 @@ def freeze_between(rank: int, world: int) -> str:
     with hsdp.accumulate(model):
         backward(model, recipe, 0, rank, world)
     model.get_parameter("blocks.1.up.weight").requires_grad_(False)
-    with pytest.raises(RuntimeError, match="requires_grad changed in unit 'blocks.1'") as error:
+    with pytest.raises(RuntimeError, match=r"requires_grad changed in unit 'blocks\.1'") as error:
         backward(model, recipe, 1, rank, world)
     return str(error.value)
 

@@ -1,11 +1,11 @@
-"""No copies around collectives: what one training step writes, allocates and holds, seen by a dispatch mode on every rank.
+"""No copies around collectives: what a training step writes, allocates and holds, seen by a dispatch mode.
 
-A log of every operator that runs in one forward and backward (a later step, when all buffers exist). Activations are far
+A log of every operator that runs in one forward and backward (a later step, when buffers exist). Activations are far
 smaller than any parameter here, so sizes tell what is what:
 
     a copy of a whole direct parameter or gradient   would show as one write of its size: there is none
     what is copied                                   own chunks (1/S) before a gather, and the packed small ones
-    what is allocated                                autograd's own gradients, one a parameter, and nothing else as large
+    what is allocated                                autograd's own gradients, one a parameter, nothing else as large
     what is gathered at once                         2 units: the one that computes, the one that comes next
 
 The same log of torch's fully_shard shows such copies: the log can see them.
@@ -73,7 +73,7 @@ COPIES = ("copy", "clone", "cat", "stack", "contiguous", "_to_copy", "split_with
 
 @dataclass
 class Log:
-    """Bytes of every tensor that a copying operator wrote, of every new storage, and of the gathered units at any time."""
+    """Bytes of each tensor a copying operator wrote, of each new storage, and of the gathered units at any time."""
 
     copied: list[tuple[str, int]] = field(default_factory=list)
     allocated: list[tuple[str, int]] = field(default_factory=list)
@@ -133,7 +133,10 @@ def watch_a_step(rank: int, world: int, engine: str, mesh: tuple[int, int], resh
 
     def gathered() -> tuple[int, int]:
         # Not what a state machine says but what is there: the memory under the full parameters.
-        sizes = [{p.gathered.untyped_storage()._cdata: p.gathered.untyped_storage().nbytes() for p in u.params} for u in units]
+        sizes = [
+            {p.gathered.untyped_storage()._cdata: p.gathered.untyped_storage().nbytes() for p in u.params}
+            for u in units
+        ]
         held = [sum(of_unit.values()) for of_unit in sizes]
         return sum(num_bytes > 0 for num_bytes in held), sum(held)
 
@@ -167,7 +170,10 @@ def test_one_step_copies_chunks_only(mesh: tuple[int, int], reshard: bool | None
         # All writes: two gathers (own chunks, packed message, unpacked) and one packed reduction, 1/8 for activations.
         total = sum(num_bytes for _, num_bytes in log.copied)
         gather = (sum(direct) + sum(packed)) / shard + sum(packed)
-        print(f"{mesh} {reshard}: copied {total:,} of {2 * gather + 2 * sum(packed):,.0f} bytes, model {sum(direct + packed):,}")
+        print(
+            f"{mesh} {reshard}: copied {total:,} of {2 * gather + 2 * sum(packed):,.0f} bytes, "
+            f"model {sum(direct + packed):,}"
+        )
         assert total <= 1.125 * (2 * gather + 2 * sum(packed))
 
 
@@ -183,7 +189,7 @@ def test_one_step_allocates_gradients_only(mesh: tuple[int, int]) -> None:
 @pytest.mark.parametrize("reshard", [None, True])
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 def test_at_most_two_units_are_gathered(mesh: tuple[int, int], reshard: bool | None) -> None:
-    direct, packed = parameter_bytes(mesh[1])
+    _direct, packed = parameter_bytes(mesh[1])
     for log in run_ranks(4, watch_a_step, "hsdp", mesh, reshard):
         units = [units for units, _ in log.gathered]
         assert max(units) == 2

@@ -90,7 +90,9 @@ def test_weights_are_those_of_reset_parameters() -> None:
     assert not torch.equal(tensors["blocks.0.up.weight"], tensors["blocks.1.up.weight"])
 
 
-def train_on(rank: int, world: int, model: type[nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def train_on(
+    rank: int, world: int, model: type[nn.Module]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     recipe = Recipe("transformer")
     built = hsdp.hybrid_shard(on_meta(model), mesh=(2, 2), announce=False)
     start = tensors_of(built)
@@ -120,7 +122,7 @@ class Deep(Transformer):
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Most CPU memory that tensors made while `run` ran held at once: the profiler sees every allocation and release."""
+    """Most CPU memory that tensors made while `run` ran held at once: the profiler sees each allocation and release."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     held = peak = 0
@@ -154,7 +156,7 @@ def wrap_measured(rank: int, world: int, mesh: tuple[int, int]) -> dict[str, int
 
 @pytest.mark.parametrize("mesh", [(1, 4), (2, 2)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 def test_no_rank_ever_holds_more_than_a_unit_and_its_shards(mesh: tuple[int, int]) -> None:
-    """Bound: the shards (1/S of the model) plus 2.25 units, the one just made and its gathered buffer; the model is 10."""
+    """Bound: the shards (1/S of the model) plus 2.25 units: one just made, its gathered buffer; the model has 10."""
     for got in run_ranks(4, wrap_measured, mesh):
         print(got)
         assert got["total"] > 9 * got["largest"]
@@ -256,8 +258,10 @@ def use_init(rank: int, world: int) -> Any:
     model = on_meta(lambda: nn.Sequential(NoReset(), nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Dropout()))
     model.append(real)  # what is real already is not touched
     hsdp.hybrid_shard(model, mesh=(2, 2), init=init, units="Linear", announce=False)
-    with pytest.raises(ValueError, match="parameter '0.scale'"):
-        hsdp.hybrid_shard(on_meta(lambda: nn.Sequential(NoReset())), mesh=(2, 2), init=lambda module: None, announce=False)
+    with pytest.raises(ValueError, match=r"parameter '0\.scale'"):
+        hsdp.hybrid_shard(
+            on_meta(lambda: nn.Sequential(NoReset())), mesh=(2, 2), init=lambda module: None, announce=False
+        )
     values = {name: tensor.unique().tolist() for name, tensor in tensors_of(model).items() if not name.startswith("3")}
     return sorted(called), values, torch.equal(full(model[3].weight), wanted)
 
@@ -278,7 +282,11 @@ def frozen_and_bf16(rank: int, world: int) -> Any:
     model.big.weight.mark = "kept"
     hsdp.hybrid_shard(model, mesh=(1, 4), announce=False)
     assert model.big.weight.mark == "kept"
-    return [(name, str(param.dtype)) for name, param in model.named_parameters() if not param.requires_grad or "narrow" in name]
+    return [
+        (name, str(param.dtype))
+        for name, param in model.named_parameters()
+        if not param.requires_grad or "narrow" in name
+    ]
 
 
 def test_dtype_freezing_and_attributes_survive() -> None:

@@ -492,8 +492,17 @@ def bottom_up(rank: int, world: int, how: str) -> Trained:
         # Without the root the rest is plain; the user reduces it as with torch's own.
         rest = [model.embed, model.position, model.norm, model.head]
         optimizer = adamw(model.parameters())
-        optimizer.register_step_pre_hook(lambda *_: [average(param.grad) for part in rest for param in part.parameters()] and None)
-    result = train(model, RECIPE, part=rank, parts=world, optimizer=optimizer, clip=clip_nothing if how == "no-root" else hsdp.clip_grad_norm_)
+        optimizer.register_step_pre_hook(
+            lambda *_: [average(param.grad) for part in rest for param in part.parameters()] and None
+        )
+    result = train(
+        model,
+        RECIPE,
+        part=rank,
+        parts=world,
+        optimizer=optimizer,
+        clip=clip_nothing if how == "no-root" else hsdp.clip_grad_norm_,
+    )
     return brief(result, rank)
 
 
@@ -582,7 +591,14 @@ def unused(rank: int, world: int, units: Any) -> dict[str, torch.Tensor]:
             loss = model(x, [0, 1] if everyone or part in (1, 2) else [0]).pow(2).mean()
             (loss / 4 if world == 1 else loss).backward()
     names = [name for name, param in model.named_parameters() if param.grad is not None]
-    assert names == ["branches.0.weight", "branches.0.bias", "branches.1.weight", "branches.1.bias", "small.0", "small.1"]
+    assert names == [
+        "branches.0.weight",
+        "branches.0.bias",
+        "branches.1.weight",
+        "branches.1.bias",
+        "small.0",
+        "small.1",
+    ]
     assert world == 1 or is_sharded(model)
     return grads_of(model)
 
@@ -633,7 +649,7 @@ def test_nested_units() -> None:
 
 def evaluate_between(rank: int, world: int) -> dict[str, torch.Tensor]:
     model: Any = wrap(build(RECIPE), world)
-    inputs, targets = batch(RECIPE, 9)
+    inputs, _targets = batch(RECIPE, 9)
     outputs = {}
 
     def evaluate(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Training on a mesh equals training in one plain process on the whole batch: every mesh, awkward sizes, every option."""
+"""Training on a mesh equals training in one plain process on the whole batch: all meshes, awkward sizes, options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from models import TOLERANCE, Recipe, Trained, adamw, assert_close, assert_same_training, brief, build, full, reference, train
+from models import (
+    TOLERANCE,
+    Recipe,
+    Trained,
+    adamw,
+    assert_close,
+    assert_same_training,
+    brief,
+    build,
+    full,
+    reference,
+    train,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint

@@ -1,4 +1,4 @@
-"""Mixed precision against a plain process that computes each rank's part with the same casts, and against the whole batch.
+"""Mixed precision against a plain process that computes each rank's part with the same casts, and the whole batch.
 
 `emulate` cuts the batch as the ranks do, computes every part with a copy of the model in the computing dtype, casts the
 gradients to the dtype of the wire, and sums them in fp32. What is left to differ is the engine: equal bits are expected
@@ -67,9 +67,13 @@ def emulate(rank: int, world: int, recipe: Recipe, precision: Precision, parts: 
                 loss.backward()
                 losses[-1] += float(loss.detach()) / parts
                 wire = precision.reduce if precision.reduce in (F16, BF16) else None
-                grads.append({n: cast(p.grad, wire).to(wider) for n, p in worker.named_parameters() if p.grad is not None})
+                grads.append(
+                    {n: cast(p.grad, wire).to(wider) for n, p in worker.named_parameters() if p.grad is not None}
+                )
             while len(grads) > 1:  # in the order of a row and then a column, where fp32 sums depend on it
-                grads = [{n: one[n] + other[n] for n in one} for one, other in zip(grads[::2], grads[1::2], strict=True)]
+                grads = [
+                    {n: one[n] + other[n] for n in one} for one, other in zip(grads[::2], grads[1::2], strict=True)
+                ]
             for name, grad in grads[0].items():
                 sums[name] = sums[name] + grad if name in sums else grad
         for name, param in model.named_parameters():
@@ -199,7 +203,9 @@ class Probe(nn.Module):
 
     def forward(self, x: torch.Tensor, extra: dict[str, torch.Tensor], *, y: torch.Tensor) -> dict[str, Any]:
         tensors = {"x": x, "extra": extra["deep"], "tokens": extra["tokens"], "y": y, "weight": self.linear.weight}
-        self.seen = {name: tensor.dtype for name, tensor in {**tensors, "running": self.running, "count": self.count}.items()}
+        self.seen = {
+            name: tensor.dtype for name, tensor in {**tensors, "running": self.running, "count": self.count}.items()
+        }
         out = self.linear(x.to(self.linear.weight.dtype))
         return {"out": out, "list": [out.sum(), extra["tokens"]]}
 
@@ -237,7 +243,15 @@ def probe(rank: int, world: int, precision: Precision) -> dict[str, Any]:
     ids=repr,
 )
 def test_dtypes(precision: Precision, want: dict[str, torch.dtype]) -> None:
-    plain = {"x": F32, "extra": F32, "tokens": torch.int64, "y": F64, "weight": F32, "running": F32, "count": torch.int64}
+    plain = {
+        "x": F32,
+        "extra": F32,
+        "tokens": torch.int64,
+        "y": F64,
+        "weight": F32,
+        "running": F32,
+        "count": torch.int64,
+    }
     plain |= {"out": F32, "total": F32, "out_tokens": torch.int64, "x.grad": F32, "weight.grad": F32}
     for got in run_ranks(2, probe, precision):
         state, buffer = got.pop("state"), got.pop("buffer")

@@ -172,7 +172,9 @@ def one_is_wrong(rank: int, world: int) -> list[str]:
 def test_a_mistake_on_one_rank_is_an_error_on_all() -> None:
     results = run_ranks(2, one_is_wrong)
     assert results[0] == results[1]
-    for text, wanted in zip(results[0], ["no parameters to shard", "matches no module", "sharded already"], strict=True):
+    for text, wanted in zip(
+        results[0], ["no parameters to shard", "matches no module", "sharded already"], strict=True
+    ):
         assert wanted in text
         assert "rank 1" in text
 
@@ -247,12 +249,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a DTensor": (lambda: hsdp.hybrid_shard(with_a_dtensor(), shard=4), ["'weight' is a DTensor already"]),
     "units of nothing": (lambda: wrap(shard=4, units="Decoder"), ["units='Decoder' matches no module of Transformer"]),
     "units of a wrong kind": (lambda: wrap(shard=4, units=7), ["units=7: expected module classes"]),
-    "fully_shard, 3-D": (lambda: shard_one(mesh=two_d(("a", "b", "c"), (1, 2, 2))), ["mesh has 3 axes ('a', 'b', 'c')"]),
+    "fully_shard, 3-D": (
+        lambda: shard_one(mesh=two_d(("a", "b", "c"), (1, 2, 2))),
+        ["mesh has 3 axes ('a', 'b', 'c')"],
+    ),
     "fully_shard, list": (lambda: shard_one(nn.ModuleList([nn.Linear(2, 2)])), ["ModuleList has no forward"]),
     "fully_shard, twice": (bottom_up_twice, ["Transformer is sharded already"]),
     "fully_shard, no parameters": (lambda: shard_one(nn.ReLU()), ["ReLU has no parameters to shard"]),
-    "fully_shard, placement": (lambda: shard_one(shard_placement_fn=lambda p: Shard(1)), ["shard_placement_fn", "dim 0"]),
-    "fully_shard, offload": (lambda: shard_one(offload_policy=CPUOffloadPolicy()), ["offload_policy=", "not supported"]),
+    "fully_shard, placement": (
+        lambda: shard_one(shard_placement_fn=lambda p: Shard(1)),
+        ["shard_placement_fn", "dim 0"],
+    ),
+    "fully_shard, offload": (
+        lambda: shard_one(offload_policy=CPUOffloadPolicy()),
+        ["offload_policy=", "not supported"],
+    ),
 }
 
 

@@ -77,7 +77,9 @@ def test_the_threshold_for_packing() -> None:
 
 LAYOUTS = [
     plan_segment(shapes, shard, itemsize)
-    for shapes, shard, itemsize in itertools.product((SHAPES, SHAPES[::-1], SHAPES[:3]), (1, 2, 3, 4, 7, 8), (1, 2, 4, 8))
+    for shapes, shard, itemsize in itertools.product(
+        (SHAPES, SHAPES[::-1], SHAPES[:3]), (1, 2, 3, 4, 7, 8), (1, 2, 4, 8)
+    )
 ]
 ITEMSIZES = [1, 2, 4, 8] * (len(LAYOUTS) // 4)
 

@@ -31,7 +31,13 @@ def test_it_is_frozen_and_comparable() -> None:
 
 @pytest.mark.parametrize(
     ("param", "dtype", "want"),
-    [(None, F32, F32), (None, torch.int64, torch.int64), (BF16, F32, BF16), (BF16, torch.int64, torch.int64), (F32, F64, F32)],
+    [
+        (None, F32, F32),
+        (None, torch.int64, torch.int64),
+        (BF16, F32, BF16),
+        (BF16, torch.int64, torch.int64),
+        (F32, F64, F32),
+    ],
 )
 def test_dtype_of_gathered_parameters(param: torch.dtype | None, dtype: torch.dtype, want: torch.dtype) -> None:
     assert Precision(param=param).param_dtype(dtype) == want
@@ -59,7 +65,14 @@ def test_dtype_of_gradients_on_the_wire(reduce: torch.dtype | None, grad: torch.
 
 @pytest.mark.parametrize(
     ("dtype", "want"),
-    [(F64, F64), (F32, F32), (F16, F32), (BF16, F32), (torch.complex64, torch.complex64), (torch.complex128, torch.complex128)],
+    [
+        (F64, F64),
+        (F32, F32),
+        (F16, F32),
+        (BF16, F32),
+        (torch.complex64, torch.complex64),
+        (torch.complex128, torch.complex128),
+    ],
 )
 def test_dtype_of_sums(dtype: torch.dtype, want: torch.dtype) -> None:
     assert sum_dtype(dtype) == want

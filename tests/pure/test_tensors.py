@@ -12,7 +12,7 @@ import torch
 
 from hsdp.tensors import find_tensors, map_tensors
 
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - the untyped kind is what is tested
+Pair = namedtuple("Pair", ["left", "right"])
 
 
 @dataclass
@@ -63,7 +63,12 @@ def test_a_bare_tensor() -> None:
 def test_nests_of_tuples_lists_and_dicts() -> None:
     value = (ONE, [TWO, "text"], {"a": ONE, "b": (TWO, None)}, 5)
     got = map_tensors(double, value)
-    assert got == (torch.tensor(2.0), [torch.tensor(4.0), "text"], {"a": torch.tensor(2.0), "b": (torch.tensor(4.0), None)}, 5)
+    assert got == (
+        torch.tensor(2.0),
+        [torch.tensor(4.0), "text"],
+        {"a": torch.tensor(2.0), "b": (torch.tensor(4.0), None)},
+        5,
+    )
     assert value[1][0] is TWO
     assert value[2]["a"] is ONE
     assert [float(tensor) for tensor in find_tensors(value)] == [1, 2, 1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -42,7 +43,9 @@ def names(model: nn.Module, units: Any = None) -> list[str]:
 
 
 def taken(model: nn.Module, units: Any = None, **options: Any) -> dict[str, list[str]]:
-    return {plan.name: [param.name for param in plan.params] for plan in plan_units(choose_units(model, units), **options)}
+    return {
+        plan.name: [param.name for param in plan.params] for plan in plan_units(choose_units(model, units), **options)
+    }
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------
@@ -73,7 +76,9 @@ def test_every_way_to_name_units(units: Any) -> None:
 
 
 def test_a_mixture() -> None:
-    mixed = names(Model(), [nn.Embedding, "Block", lambda module: isinstance(module, nn.Linear) and module.out_features == 3])
+    mixed = names(
+        Model(), [nn.Embedding, "Block", lambda module: isinstance(module, nn.Linear) and module.out_features == 3]
+    )
     assert mixed == ["embed", "encoder.layers.0", "encoder.layers.1", "head", ""]
 
 
@@ -96,7 +101,10 @@ def test_subclasses_count_for_a_class_and_not_for_a_name() -> None:
         (nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2)), [""]),  # what repeats has no parameters
         (nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}), ["a", "b", ""]),
         (nn.ModuleList([Encoder(), Encoder()]), ["0", "1", ""]),  # the outermost
-        (nn.ModuleDict({"one": Encoder(3), "two": nn.Linear(2, 2)}), ["one.layers.0", "one.layers.1", "one.layers.2", ""]),
+        (
+            nn.ModuleDict({"one": Encoder(3), "two": nn.Linear(2, 2)}),
+            ["one.layers.0", "one.layers.1", "one.layers.2", ""],
+        ),
         (Encoder(1), ["layers.0.experts.0", "layers.0.experts.1", ""]),
     ],
 )
@@ -147,7 +155,7 @@ def test_every_parameter_is_taken_once_by_the_innermost_unit() -> None:
         "encoder": ["encoder.norm.weight", "encoder.norm.bias"],
         "": ["bias", "embed.weight"],
     }
-    assert sorted(sum(got.values(), [])) == sorted(name for name, _ in Model().named_parameters())
+    assert sorted(itertools.chain(*got.values())) == sorted(name for name, _ in Model().named_parameters())
 
 
 def test_a_tied_parameter_in_one_unit_has_two_owners() -> None:
@@ -207,6 +215,19 @@ def test_a_group_of_modules_is_one_unit() -> None:
 def test_own_modules_stop_at_other_units() -> None:
     model = Model()
     plans = plan_units(choose_units(model, Block))
-    assert [name for name, _ in own_modules(model, "", plans)] == ["embed", "encoder.layers", "encoder.norm", "encoder", "head", ""]
+    assert [name for name, _ in own_modules(model, "", plans)] == [
+        "embed",
+        "encoder.layers",
+        "encoder.norm",
+        "encoder",
+        "head",
+        "",
+    ]
     block = model.encoder.layers[0]
-    assert [name for name, _ in own_modules(block, "b", plans)] == ["b.norm", "b.experts.0", "b.experts.1", "b.experts", "b"]
+    assert [name for name, _ in own_modules(block, "b", plans)] == [
+        "b.norm",
+        "b.experts.0",
+        "b.experts.1",
+        "b.experts",
+        "b",
+    ]
