@@ -15,7 +15,7 @@ def compare(rank: int, world: int) -> list[object]:
     whole = torch.arange(15.0).view(5, 3)
     public = distribute_tensor(whole, mesh, (Replicate(), Shard(0)))
     rows = public.to_local().clone()
-    made = make_dtensor(rows, mesh, (5, 3), final_placements(mesh))
+    made = make_dtensor(rows, mesh, (5, 3), final_placements(mesh, (5, 3)))
     cheap = like(torch.nn.Parameter(made), rows)
     assert isinstance(cheap, DTensor)
     return [
@@ -25,10 +25,11 @@ def compare(rank: int, world: int) -> list[object]:
         torch.equal(made.full_tensor(), whole),
         torch.equal(cheap.full_tensor(), whole),
         local_of(cheap).data_ptr() == rows.data_ptr(),
+        final_placements(mesh, ()) == (Replicate(), Replicate()),
         cheap.requires_grad,
     ]
 
 
 def test_like_and_make_equal_distribute_tensor() -> None:
     for result in run_ranks(4, compare):
-        assert result == [True] * 6 + [False]
+        assert result == [True] * 7 + [False]
