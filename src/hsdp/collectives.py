@@ -73,6 +73,7 @@ class Row(Protocol):
     rank: int
     size: int
     streaming: bool  # whether parameters are better reduced one by one as their gradients appear
+    sums_wide: bool  # whether sums are made in the dtype of `ReduceJob.out`, not in that of the message
 
     def gather(self, slabs: Sequence[torch.Tensor], tag: int) -> Pending:
         """All-gather in place; slab `[S * n]`, this rank's part `[rank * n : (rank + 1) * n]` already filled in."""
@@ -101,6 +102,7 @@ class DirectRow:
     """Pairwise exchange, see the module's docstring."""
 
     streaming = True
+    sums_wide = True
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
         self._group, self._timeout = group, timeout
@@ -172,6 +174,7 @@ class GroupedRow:
     """One grouped collective a call; a backend without grouping gets one asynchronous collective a tensor."""
 
     streaming = False
+    sums_wide = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -188,6 +191,8 @@ class GroupedRow:
         return Pending(works, keep=[*slabs, *inputs])
 
     def reduce(self, jobs: Sequence[ReduceJob], tag: int) -> Pending:
+        if any(job.in_order for job in jobs):
+            return self._exchange(jobs)
         inputs = [self._padded(job) for job in jobs]
         outputs = [full.new_empty(full.numel() // self.size) for full in inputs]
         works = self._run(
@@ -202,6 +207,21 @@ class GroupedRow:
                 out.add_(received[:count]) if job.add else out.copy_(received[:count])
 
         return Pending(works, then=finish, keep=[*inputs, *outputs])
+
+    def _exchange(self, jobs: Sequence[ReduceJob]) -> Pending:
+        """Reduce small equal parts by sending each where it is summed: a backend's own sum has an order of its own."""
+        inboxes = [torch.empty_like(job.full) for job in jobs]
+        works = [
+            dist.all_to_all_single(inbox, job.full, group=self._group, async_op=True)
+            for job, inbox in zip(jobs, inboxes, strict=True)
+        ]
+
+        def finish() -> None:
+            for job, inbox in zip(jobs, inboxes, strict=True):
+                parts = inbox.view(self.size, -1).unbind()
+                _sum_into(job.out[: job.counts[self.rank]], parts, job.add)
+
+        return Pending(works, then=finish, keep=[*inboxes, *(job.full for job in jobs)])
 
     def _padded(self, job: ReduceJob) -> torch.Tensor:
         """The gradient itself when every rank's part is equally long, else a copy padded to equal parts."""

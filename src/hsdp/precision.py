@@ -54,15 +54,16 @@ class Precision:
         """Dtype in which a parameter of `dtype` is gathered; integers are never cast."""
         return self.param if self.param is not None and dtype.is_floating_point else dtype
 
-    def wire_dtype(self, grad: torch.dtype) -> torch.dtype:
+    def wire_dtype(self, grad: torch.dtype, sums_wide: bool = True) -> torch.dtype:
         """Dtype in which a gradient of dtype `grad` travels.
 
-        A gradient that `reduce` can hold exactly travels as it is: the sum is made in a wider dtype anyway, so widening
-        it on the wire would double the bytes and change nothing.
+        Where sums are made in a wider dtype anyway (`sums_wide`), a gradient that `reduce` can hold exactly travels as
+        it is: widening it on the wire would double the bytes and change nothing.
         """
-        if self.reduce is None or torch.promote_types(grad, self.reduce) == self.reduce:
+        if self.reduce is None:
             return grad
-        return self.reduce
+        exact = torch.promote_types(grad, self.reduce) == self.reduce
+        return grad if exact and sums_wide else self.reduce
 
     def cast_in(self, value: Any) -> Any:
         """Cast the floating point tensors in a unit's inputs."""

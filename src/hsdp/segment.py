@@ -215,7 +215,8 @@ class Segment:
     @property
     def _wire(self) -> torch.dtype:
         """Dtype in which gradients travel, the same on every rank whatever happened in its backward."""
-        return self.precision.wire_dtype(self.sum_dtype if self.holds_whole else self.gathered_dtype)
+        grad_dtype = self.sum_dtype if self.holds_whole else self.gathered_dtype
+        return self.precision.wire_dtype(grad_dtype, self.row.sums_wide)
 
     def has_grad(self, i: int) -> bool:
         """Whether parameter `i` has a gradient that was not yet reduced."""

@@ -332,6 +332,7 @@ def live_bytes() -> int:
 
 def accumulate_steps(rank: int, world: int, defer: Any) -> tuple[list[list[int]], list[list[Summary]], int, Bounds]:
     """(live bytes before the first and after every microbatch, their logs) of two steps, and what must be there."""
+    gc.freeze()  # what was imported so far is not looked at again
     model = hsdp.hybrid_shard(Model(), mesh=MESH, units=[Embed, Block, Head], announce=False)
     for _ in range(2):
         step(model, batch(rank))
@@ -344,9 +345,9 @@ def accumulate_steps(rank: int, world: int, defer: Any) -> tuple[list[list[int]]
         live.append([live_bytes()])
         logs.append([])
         for micro in range(4):
-            with Log((), lambda: sum(segment._storage.nbytes() for segment in segments)) as log:
-                with hsdp.accumulate(model, defer) if micro < 3 else contextlib.nullcontext():
-                    step(model, batch(rank), log)
+            log = Log((), lambda: sum(segment._storage.nbytes() for segment in segments))
+            with log, hsdp.accumulate(model, defer) if micro < 3 else contextlib.nullcontext():
+                step(model, batch(rank), log)
             live[-1].append(live_bytes())
             logs[-1].append(log.summary)
         model.zero_grad()

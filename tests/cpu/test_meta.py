@@ -43,15 +43,20 @@ class Buffered(Transformer):
         self.mask.fill_(True)
 
 
-UNITS: dict[str, Any] = {"automatic": None, "root": Transformer, "many": [Block, nn.Linear, nn.LayerNorm, nn.Embedding]}
+WRAPS: dict[str, dict[str, Any]] = {
+    "automatic": {},
+    "root": {"units": Transformer},
+    "many": {"units": [Block, nn.Linear, nn.LayerNorm, nn.Embedding]},
+    "unsynchronised": {"sync_replicas": False},
+}
 
 
 def make(rank: int, world: int, mesh: tuple[int, int], model: type[Transformer], seed: int) -> dict[str, str]:
     digests = {}
-    for name, units in UNITS.items():
+    for name, options in WRAPS.items():
         torch.manual_seed(seed + 100 * rank)  # the first rank's seed counts
         before = torch.get_rng_state()
-        built = hsdp.hybrid_shard(on_meta(model), mesh=mesh, units=units, announce=False)
+        built = hsdp.hybrid_shard(on_meta(model), mesh=mesh, announce=False, **options)
         assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers were used up"
         assert all(isinstance(param, DTensor) for param in built.parameters())
         assert all(buffer.device.type == "cpu" for buffer in built.buffers())

@@ -315,6 +315,52 @@ def test_gradient_divide_factor() -> None:
     check(divide)
 
 
+def watch_blocks(model: Any) -> list[tuple[str, int, list[bool]]]:
+    """Filled with (phase, block, which blocks have their memory) whenever a block begins its forward or backward."""
+    seen: list[tuple[str, int, list[bool]]] = []
+
+    def note(phase: str, i: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            seen.append((phase, i, [state_of(block).unit.state is not State.SHARDED for block in model.blocks]))
+
+        return hook
+
+    for i, block in enumerate(model.blocks):
+        block.norm1.register_forward_pre_hook(note("forward", i))
+        block.down.register_full_backward_pre_hook(note("backward", i))
+    return seen
+
+
+def prefetch_by_itself(rank: int, world: int) -> None:
+    model: Any = hsdp.hybrid_shard(build(RECIPE), mesh=(2, 2), reshard_after_forward=True, announce=False)
+    seen = watch_blocks(model)
+    step(model, rank, world)
+    forward = [
+        ("forward", 0, [True, False, False]),  # nothing is known yet of what follows
+        ("forward", 1, [False, True, False]),
+        ("forward", 2, [False, False, True]),
+    ]
+    backward = [
+        ("backward", 2, [False, True, True]),
+        ("backward", 1, [True, True, False]),
+        ("backward", 0, [True, False, False]),
+    ]
+    assert seen == forward + backward, seen
+    forward = [
+        ("forward", 0, [True, True, False]),
+        ("forward", 1, [False, True, True]),
+        ("forward", 2, [False, False, True]),
+    ]
+    for _ in range(2):
+        seen.clear()
+        step(model, rank, world)
+        assert seen == forward + backward, seen
+
+
+def test_the_next_unit_is_gathered_ahead_in_both_directions() -> None:
+    run_ranks(4, prefetch_by_itself)
+
+
 def prefetch(rank: int, world: int) -> Trained:
     model: Any = hsdp.hybrid_shard(build(RECIPE), mesh=(2, 2), announce=False)
     blocks = list(model.blocks)
@@ -324,30 +370,19 @@ def prefetch(rank: int, world: int) -> Trained:
     blocks[1].set_modules_to_backward_prefetch([])
     with pytest.raises(ValueError, match="Linear: it was not wrapped"):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
-    seen: list[tuple[str, int, list[bool]]] = []
-
-    def note(where: str, i: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            seen.append((where, i, [state_of(block).unit.state is not State.SHARDED for block in blocks]))
-
-        return hook
-
-    for i, block in enumerate(blocks):
-        block.norm1.register_forward_pre_hook(note("forward", i))
-        block.down.register_full_backward_pre_hook(note("backward", i))
+    seen = watch_blocks(model)
     result = train(model, RECIPE, part=rank, parts=world)
-    once = [
+    model.set_reshard_after_forward(True)
+    seen.clear()
+    step(model, rank, world)
+    assert seen == [
         ("forward", 0, [True, True, True]),
         ("forward", 1, [False, True, True]),
         ("forward", 2, [False, False, True]),
         ("backward", 2, [True, True, True]),
         ("backward", 1, [True, True, False]),
         ("backward", 0, [True, False, False]),
-    ]
-    model.set_reshard_after_forward(True)
-    seen.clear()
-    step(model, rank, world)
-    assert seen == once, seen
+    ], seen
     return brief(result, rank)
 
 
