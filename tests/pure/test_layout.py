@@ -64,9 +64,9 @@ def test_one_rank_packs_nothing() -> None:
     assert layout.gathered_numel == layout.shard_numel == 4 + 12
 
 
-def test_a_scalar_is_one_row() -> None:
+def test_a_scalar_is_on_every_rank() -> None:
     (slot,) = plan_segment([()], shard=2, itemsize=4).slots
-    assert (slot.rows, slot.row_numel, slot.numel, slot.counts(2)) == (1, 1, 1, [1, 0])
+    assert (slot.rows, slot.row_numel, slot.numel, slot.counts(2)) == (1, 1, 1, [1, 1])
 
 
 def test_the_threshold_for_packing() -> None:
