@@ -1,5 +1,5 @@
-"""Cases: functions `(rank, world, ...) -> {name: tensor}` that run in one plain process on all the data, and on the ranks
-of a mesh on their parts of it. `check` compares what comes out; the rest is what cases are made of.
+"""Cases: functions `(rank, world, ...) -> {name: tensor}` that run in one plain process on all the data and on the
+ranks of a mesh on their parts of it. `check` compares what comes out; the rest is what cases are made of.
 """
 
 from __future__ import annotations
@@ -19,6 +19,24 @@ F64 = torch.float64
 ATOL = TOLERANCE[F64]
 RECIPE = Recipe(dtype=F64, steps=3)
 Case = Callable[..., dict[str, torch.Tensor]]
+
+
+class Encoder(nn.Module):
+    """Its entry points are not called forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 301)
+        self.outer = nn.Linear(301, 6)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))
 
 
 def check(case: Case, *args: Any, world: int = 4, atol: float = ATOL) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ATOL, F64, RECIPE, check, data, grads_of, is_sharded, params_of, step, wrap
+from cases import ATOL, F64, RECIPE, Encoder, check, data, grads_of, is_sharded, params_of, step, wrap
 from harness import run_ranks
 from models import (
     Recipe,
@@ -379,24 +379,6 @@ def call_the_rest(rank: int, world: int) -> None:
 
 def test_every_method_of_torchs_class_is_ours() -> None:
     run_ranks(4, call_the_rest)
-
-
-class Encoder(nn.Module):
-    """Its entry points are not called forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 301)
-        self.outer = nn.Linear(301, 6)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.inner(x))
-
-    def decode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decode(self.encode(x))
 
 
 def other_methods(rank: int, world: int, units: Any) -> dict[str, torch.Tensor]:

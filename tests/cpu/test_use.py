@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ATOL, F64, RECIPE, check, data, gather, grads_of, is_sharded, params_of, step, wrap
+from cases import ATOL, F64, RECIPE, Encoder, check, data, gather, grads_of, is_sharded, params_of, step, wrap
 from harness import run_ranks
 from models import (
     Trained,
@@ -138,9 +138,7 @@ def use_modules_oddly(rank: int, world: int, how: str) -> dict[str, torch.Tensor
         others, _ = batch(RECIPE, 1, micro, rank, world)
         if how == "a block twice":
             model.blocks[1].run = lambda inside, x: inside(inside(x))
-            x = model.blocks[2](model.blocks[0](model.embed(inputs))) if world == 1 else None
             loss_of(model(inputs), targets).backward()
-            del x
         elif how == "one block called twice":
             model.run = lambda block, x: block(block(x))
             loss_of(model(inputs), targets).backward()
