@@ -147,9 +147,13 @@ class Segment:
     def adopt(self) -> None:
         """Take up parameters that a user's call replaced (`load_state_dict(assign=True)`, `_apply`)."""
         for i, param in enumerate(self.params):
-            module, attribute = param.owners[0]
-            current = module._parameters[attribute]
-            if current is None or current is param.gathered or local_of(current) is param.local:
+            seen = [module._parameters[attribute] for module, attribute in param.owners]
+            if all(
+                (each is param.sharded and local_of(each) is param.local) or each is param.gathered for each in seen
+            ):
+                continue
+            current = next((each for each in seen if each is not param.sharded), param.sharded)
+            if current is None:
                 continue
             local, found = self.local_rows(i), local_of(current)
             if not isinstance(current, DTensor) or found.shape != local.shape or found.dtype != local.dtype:

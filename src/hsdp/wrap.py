@@ -161,6 +161,13 @@ def _attach(module: nn.Module, schedule: Schedule, unit: Unit, needs: list[Unit]
     module.register_state_dict_pre_hook(to_sharded)
     module.register_load_state_dict_pre_hook(to_sharded)
 
+    def adopt(module: nn.Module, _: Any) -> None:
+        for each in state_of(module).hooks.units:
+            for segment in each.segments:
+                segment.adopt()
+
+    module.register_load_state_dict_post_hook(adopt)
+
 
 def sync_rows(plan: UnitPlan, mesh: DeviceMesh, device: torch.device) -> None:
     """Give the ranks of the first row the whole parameters of the mesh's first rank, before they are cut."""

@@ -270,6 +270,8 @@ def assign_and_train(rank: int, world: int, name: str, assign: bool) -> Any:
     for module in hsdp_modules(model):
         module.unshard()
     model.load_state_dict(state, assign=assign)
+    if name == "tied" and not assign:
+        assert model.head.weight is model.embed.weight
     result = train(model, recipe, part=rank, parts=world, clip=hsdp.clip_grad_norm_, optimizer=optimizer)
     placements = {param.placements for param in model.parameters() if param.ndim}
     assert placements == {(Replicate(), Shard(0))}

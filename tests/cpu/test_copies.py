@@ -94,12 +94,13 @@ class Model(nn.Module):
 @dataclass
 class Summary:
     """What one log saw. `copied`, `allocated`: bytes; `full`: (phase, operation) that wrote something as large as a
-    parameter that is gathered in place; `added`: bytes added into `watched` memory; `alive`: most bytes gathered."""
+    parameter that is gathered in place; `added`: bytes added into `watched` memory; `alive`: most bytes gathered at
+    once, by phase."""
 
     copied: int = 0
     allocated: int = 0
     added: int = 0
-    alive: int = 0
+    alive: Counter[str] = field(default_factory=Counter)
     full: set[tuple[str, str]] = field(default_factory=set)
     ops: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -115,7 +116,7 @@ class Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         summary, name = self.summary, func._schema.name.split("::")[1]
-        summary.alive = max(summary.alive, self._alive())
+        summary.alive[self.phase] = max(summary.alive[self.phase], self._alive())
         given = {storage_of(value) for value in tensors_in((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         summary.ops[self.phase, name] += 1
@@ -277,7 +278,8 @@ def test_one_step(compute: torch.dtype | None, reshard: bool | None) -> None:
         assert summary.allocated - plain.allocated <= S * bounds.packed_part + inboxes + SCALARS
 
         # Two units at once: the one that computes and the one that is fetched.
-        assert bounds.largest < summary.alive <= bounds.pair < bounds.total
+        for phase in ("forward", "backward"):
+            assert bounds.largest < summary.alive[phase] <= bounds.pair < bounds.total
 
 
 # ---- from step to step -----------------------------------------------------------------------------------------------
@@ -371,5 +373,5 @@ def test_microbatches_need_no_more_memory(defer: str) -> None:
             inboxes = (S - 1) * bounds.own_rows
             for log in (first_log, second_log, last_log):
                 assert log.allocated <= S * bounds.packed_part + inboxes + SCALARS
-                assert log.alive <= bounds.pair
+                assert max(log.alive.values()) <= bounds.pair
             assert first_log.allocated <= (2 * S - 1) * bounds.packed_part + SCALARS

@@ -335,7 +335,7 @@ class Odd(nn.Module):
         self.linear = nn.Linear(6, 30)
         self.no_rows = nn.Parameter(torch.empty(0, 4))
         self.no_columns = nn.Parameter(torch.empty(4, 0))
-        self.scales = nn.Parameter(torch.arange(30), requires_grad=False)
+        self.scales = nn.Parameter(torch.arange(30) % 3, requires_grad=False)
         self.mask = nn.Parameter(torch.arange(30) % 2 == 0, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
