@@ -103,6 +103,9 @@ class ModuleHooks:
 
         for tensor in tensors:
             tensor.register_hook(pre_backward)
+            # Changing a view in place rebuilds its node from the base, and passes by a hook on the view.
+            if tensor._base is not None and tensor._base.requires_grad:
+                tensor._base.register_hook(pre_backward)
         return True
 
     def _post_backward(self, _: Any) -> None:

@@ -212,6 +212,12 @@ class Schedule:
                 f"parameter {segment.params[i].name!r} got a second gradient in one backward after its unit was "
                 "reduced; a module used twice needs torch.utils.checkpoint with use_reentrant=False"
             )
+        if unit.state is not State.GATHERED and not segment.in_place:
+            raise RuntimeError(
+                f"parameter {segment.params[i].name!r} got a gradient while its unit was released: backward did not "
+                "pass the unit's outputs, so the gradient was made from freed memory; return outputs as "
+                "tensors, or in tuples, lists, dicts or dataclasses"
+            )
         self.gradients.used(segment)[i] = True
         state.missing.discard((segment, i))
         if not unit.reduces:

@@ -72,6 +72,7 @@ class Segment:
         self._build_gathered(device)
         self._build_views()
         self.free()  # the views needed a storage of full size to be made
+        self._gathered_version = -1
         self.holds_whole = False  # whether a backward left gradients whole that wait for their reduction
         self.trainable = (False,) * len(params)
         self.grads: GradLayout = plan_gradients(self.layout, [False] * len(params))
@@ -174,6 +175,7 @@ class Segment:
         """Give the gathered buffer memory, put this rank's rows in place and start fetching the others'."""
         if self.in_place:
             return Pending()
+        self._gathered_version = self._version
         self._storage.resize_(self.gathered_bytes)
         with torch.no_grad():
             copy_all(self._own, self._own_source)
@@ -184,6 +186,16 @@ class Segment:
         if self._unpacked:
             with torch.no_grad():
                 copy_all(self._unpacked, self._unpacked_source)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shard was written (an optimizer step) since it was gathered."""
+        return not self.in_place and self._version != self._gathered_version
+
+    @property
+    def _version(self) -> int:
+        # Operators on a DTensor count as changes of itself, not of its local part.
+        return sum(param.sharded._version for param in self.params)
 
     def free(self) -> None:
         """Give the gathered buffer's memory back."""

@@ -83,7 +83,9 @@ class Unit:
         return sum(len(segment.params) + 1 for segment in self.segments)
 
     def start_gather(self) -> None:
-        """Start making the full parameters exist; nothing to do where they do or will."""
+        """Start making the full parameters exist; nothing to do where they do or will, as they are now."""
+        if self.state is State.GATHERED and any(segment.is_stale for segment in self.segments):
+            self.release()  # kept for a backward that never came, or on the user's wish
         if self.state is not State.SHARDED:
             return
         tag = self.tag

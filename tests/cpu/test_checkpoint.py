@@ -43,7 +43,7 @@ import hsdp
 
 FP64 = torch.float64
 BEFORE, AFTER = 2, 2  # steps before and after the checkpoint
-MODELS = ["transformer", "tied", "awkward"]
+MODELS = ["tied", "awkward"]
 Flat = dict[str, Tensor]
 
 
@@ -152,7 +152,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str,
 
 @pytest.fixture(scope="module")
 def checkpoint_of_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict[str, str]]]:
-    return saved_by("torch", tmp_path_factory.mktemp("torch"), MODELS[:2])
+    return saved_by("torch", tmp_path_factory.mktemp("torch"), MODELS[:1])
 
 
 def assert_loads(
@@ -177,11 +177,11 @@ def test_load_in_one_plain_process(checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 2)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 def test_load_into_torchs_fully_shard(checkpoint: Any, mesh: tuple[int, int]) -> None:
-    assert_loads(checkpoint, mesh, "torch", MODELS[:2])  # torch shards no parameter without dims
+    assert_loads(checkpoint, mesh, "torch", MODELS[:1])  # torch shards no parameter without dims
 
 
 def test_load_what_torchs_fully_shard_saved(checkpoint_of_torch: Any) -> None:
-    assert_loads(checkpoint_of_torch, (1, 4), "hsdp", MODELS[:2])
+    assert_loads(checkpoint_of_torch, (1, 4), "hsdp", MODELS[:1])
 
 
 # ---- full state dicts ------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def full_state_dicts(rank: int, world: int, name: str, broadcast: bool) -> Any:
 
 
 @pytest.mark.parametrize("broadcast", [False, True], ids=["every-rank", "rank0"])
-@pytest.mark.parametrize("name", MODELS[1:])
+@pytest.mark.parametrize("name", MODELS)
 def test_full_state_dict_and_back(name: str, broadcast: bool) -> None:
     for rank, (got, want) in enumerate(run_ranks(4, full_state_dicts, name, broadcast)):
         if rank == 0 or not broadcast:
@@ -251,7 +251,7 @@ def keys_of(rank: int, world: int) -> list[Any]:
 
 def test_state_dict_has_the_keys_of_the_unwrapped_model() -> None:
     for result in run_ranks(2, keys_of):
-        assert len(result) == 9
+        assert len(result) == 7
         for keys, want, kinds in result:
             assert keys == want
             assert kinds == {True}

@@ -71,6 +71,31 @@ def test_evaluation_before_and_between_steps() -> None:
     check(evaluate_between)
 
 
+def step_after_a_lone_forward(rank: int, world: int, reshard: bool | None) -> dict[str, torch.Tensor]:
+    """Weights change between a forward whose backward never comes and the next one, which must see the new ones."""
+    model: Any = wrap(build(RECIPE), world, reshard_after_forward=reshard)
+    optimizer = adamw(model.parameters())
+    inputs, _ = batch(RECIPE, 9)
+    outputs = {}
+    for micro in range(2):
+        optimizer.zero_grad()
+        step(model, rank, world, micro)
+        model(inputs)  # for its loss, say
+        optimizer.step()
+        outputs[f"training {micro}"] = model(inputs).detach().clone()
+        with torch.no_grad():
+            model(inputs)
+            for param in model.parameters():
+                param.mul_(0.9)
+            outputs[f"evaluation {micro}"] = model(inputs).clone()
+    return outputs
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_a_step_after_a_lone_forward(reshard: bool | None) -> None:
+    check(step_after_a_lone_forward, reshard)
+
+
 @dataclass
 class Output:
     first: torch.Tensor
@@ -327,6 +352,23 @@ class Inplace(nn.Module):
         return x
 
 
+class Residual(nn.Module):
+    """What a unit returns, a view of its result, is changed in place by its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 30)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(30, 301), nn.Tanh(), nn.Linear(301, 30)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y.relu_()
+        return x
+
+
 class Odd(nn.Module):
     """Parameters without elements, and frozen ones of dtypes that have no gradients."""
 
@@ -348,6 +390,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "strided": Strided,
     "parametrized": Normed,
     "in-place": Inplace,
+    "in-place residual": Residual,
     "odd": Odd,
     "encoder-layer": lambda: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(6, 2, 301, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
@@ -374,6 +417,43 @@ def train_kind(rank: int, world: int, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_modules(kind: str) -> None:
     check(train_kind, kind)
+
+
+class Box:
+    """Not a container that anyone can look into."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Hidden(nn.Module):
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.up, self.norm = nn.Linear(6, 301), nn.LayerNorm(301)
+        self.down = nn.Linear(301, 6)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.down(self.norm(torch.tanh(self.up(x))))
+        return Box(out) if self.hidden else out
+
+
+def hide_outputs(rank: int, world: int) -> None:
+    for hidden in range(3):
+        blocks = nn.ModuleList(Hidden(i == hidden) for i in range(3)).double()
+        for block in blocks:
+            hsdp.fully_shard(block, mesh=hsdp.init_mesh(replicate=1, shard=2))
+        x = data(rank, world, 6)
+        for block in blocks:
+            out = block(x)
+            x = out.tensor if isinstance(out, Box) else out
+        with pytest.raises(RuntimeError):
+            x.pow(2).mean().backward()
+
+
+def test_outputs_that_cannot_be_found_are_an_error() -> None:
+    """Nothing tells when backward reaches such a unit. It must fail, and not compute with what is not there."""
+    run_ranks(2, hide_outputs)
 
 
 def run_statistics(rank: int, world: int) -> dict[str, torch.Tensor]:
