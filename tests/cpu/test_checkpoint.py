@@ -166,7 +166,7 @@ def assert_loads(
             assert [key for key, value in result[name].items() if value != saved[name][key]] == [], f"differ, {name}"
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (4, 1), (1, 2)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+@pytest.mark.parametrize("mesh", [(1, 4), (4, 1), (1, 2)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
 def test_load_on_another_mesh(checkpoint: Any, mesh: tuple[int, int]) -> None:
     assert_loads(checkpoint, mesh, "hsdp", MODELS)
 
@@ -175,9 +175,8 @@ def test_load_in_one_plain_process(checkpoint: Any) -> None:
     assert_loads(checkpoint, None, "plain", MODELS)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (1, 2)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
-def test_load_into_torchs_fully_shard(checkpoint: Any, mesh: tuple[int, int]) -> None:
-    assert_loads(checkpoint, mesh, "torch", MODELS[:1])  # torch shards no parameter without dims
+def test_load_into_torchs_fully_shard(checkpoint: Any) -> None:
+    assert_loads(checkpoint, (2, 2), "torch", MODELS[:1])  # torch shards no parameter without dims
 
 
 def test_load_what_torchs_fully_shard_saved(checkpoint_of_torch: Any) -> None:
@@ -270,14 +269,12 @@ def assign_and_train(rank: int, world: int, name: str, assign: bool) -> Any:
     for module in hsdp_modules(model):
         module.unshard()
     model.load_state_dict(state, assign=assign)
-    if name == "tied" and not assign:
+    if name == "tied":
         assert model.head.weight is model.embed.weight
     result = train(model, recipe, part=rank, parts=world, clip=hsdp.clip_grad_norm_, optimizer=optimizer)
     placements = {param.placements for param in model.parameters() if param.ndim}
     assert placements == {(Replicate(), Shard(0))}
-    if name == "tied":
-        assert model.head.weight is model.embed.weight
-        assert len(list(model.parameters())) == len(list(good.parameters()))
+    assert len(list(model.parameters())) == len(list(good.parameters()))
     hsdp.check_replicas(model)
     return brief(result, rank)
 
