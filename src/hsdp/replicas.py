@@ -35,8 +35,7 @@ def check_replicas(model: nn.Module) -> None:
             different = [rank for rank in column if values[rank] != values[column[0]]]
             if different:
                 raise RuntimeError(
-                    f"copies differ: {name!r}, shard {shard}: {format_ranks(different)} do not hold what rank "
-                    f"{column[0]} holds"
+                    f"copies differ in {name!r}, shard {shard}: {format_ranks(different)} unlike rank {column[0]}"
                 )
 
 

@@ -426,5 +426,5 @@ def tamper(rank: int, world: int) -> str:
 
 
 def test_check_replicas_names_what_differs() -> None:
-    text = "copies differ: 'out.weight', shard 1: rank 3 do not hold what rank 1 holds"
+    text = "copies differ in 'out.weight', shard 1: rank 3 unlike rank 1"
     assert run_ranks(4, tamper) == [text] * 4

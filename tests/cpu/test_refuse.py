@@ -60,7 +60,7 @@ def seed_by_rank_unsynced(rank: int, world: int) -> Any:
     mine = {name: tensor.clone() for name, tensor in values_of(model).items()}
     hsdp.hybrid_shard(model, mesh=(2, 2), sync_replicas=False, announce=False)
     rows = [model.big.weight.to_local(), mine["big.weight"].chunk(2)[rank % 2]]
-    with pytest.raises(RuntimeError, match="copies differ: 'few', shard 0: rank 2 do not hold what rank 0 holds"):
+    with pytest.raises(RuntimeError, match="copies differ in 'few', shard 0: rank 2 unlike rank 0"):
         hsdp.check_replicas(model)
     return torch.equal(*rows), torch.equal(model.table, mine["table"])
 
