@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import Placement
 
 from hsdp.collectives import Column, Pending
-from hsdp.dtensors import like, local_of, make_dtensor, row_sum_placements, unreduced_placements
+from hsdp.dtensors import make_dtensor, row_sum_placements, unreduced_placements
 from hsdp.internals import storage_use_count
 from hsdp.layout import plan_buckets
 from hsdp.segment import Segment
@@ -210,16 +210,11 @@ class Gradients:
             sums.div_(factor)
         if segment.dtype != sums.dtype:
             sums = sums.to(segment.dtype)
-        for i in segment.grads.offsets:
-            if not used[i]:
-                continue
-            param, rows = segment.params[i].sharded, segment.grad_rows(i, sums)
-            if param.grad is None:
-                param.grad = like(param, rows)
-            else:
-                local_of(param.grad).add_(rows)
         self._filled.discard(segment)
         self._used[segment] = [False] * len(segment.params)
+        for i in segment.grads.offsets:
+            if used[i]:
+                segment.params[i].deliver(segment.grad_rows(i, sums))
 
     def _used_anywhere(self, segment: Segment, sums: torch.Tensor) -> list[bool]:
         """Whether any rank gave a parameter a gradient. Reads the flags only if this rank missed one: that is a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -24,3 +25,19 @@ def call_after_backward(function: Callable[[], None]) -> None:
 def is_backward_running() -> bool:
     """Whether this thread is inside a backward. torch's activation checkpointing asks the same."""
     return int(torch._C._current_graph_task_id()) != -1
+
+
+def hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """What users registered on a parameter: (`register_hook`, `register_post_accumulate_grad_hook`), in order.
+
+    Autograd never accumulates into a sharded parameter, so the engine calls them; FSDP2 does it for the second kind.
+    """
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return list(before.values()) if before else [], list(after.values()) if after else []
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give `target` the hooks of `source`: the same dicts, so that the handles users hold still remove them."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(source, name):
+            setattr(target, name, getattr(source, name))

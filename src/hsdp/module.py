@@ -56,6 +56,7 @@ class HSDPModule(FSDPModule):
         """Gather this module's parameters; with `async_op`, return a handle to wait on."""
         unit = state_of(self).unit
         unit.start_gather()
+        unit.exposed = True
         if async_op:
             return UnshardHandle(unit)
         unit.finish_gather()

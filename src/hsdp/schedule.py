@@ -15,11 +15,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from hsdp.collectives import TAG_SPACE, Column, Pending
 from hsdp.gradients import Gradients
 from hsdp.internals import call_after_backward, is_backward_running
+from hsdp.outdated import Replaced
 from hsdp.placement import World
 from hsdp.segment import Segment
 from hsdp.unit import State, Unit
@@ -61,6 +63,9 @@ class Schedule:
         self.world: World | None = None  # where the mesh's ranks sit, by position in the mesh
         self.is_last_backward = True
         self.in_backward = False
+        self.creates_graph = False  # whether the backward that runs is itself differentiable
+        self.keeps_gathered = False  # nothing is released: a later backward goes through the graph of an earlier one
+        self.replaced = Replaced()
         self.num_backwards = 0
         self._tag_units(salt)
         self._gradients: Gradients | None = None
@@ -85,6 +90,7 @@ class Schedule:
 
     def take_over(self, old: Schedule) -> None:
         """Go on where `old` was for its units: its settings, its hooks."""
+        self.replaced.take(old.replaced)
         for unit, state in old.states.items():
             mine = self.states[unit]
             mine.reshard_after_forward = state.reshard_after_forward
@@ -106,10 +112,15 @@ class Schedule:
             state.in_forward = 0
         if self._order:
             self._last_order, self._order = self._order, []
+        if self.keeps_gathered and any(unit.is_stale for unit in self.units):
+            self.keeps_gathered = False  # the parameters changed, so that graph is of no use any more
+            for unit in self.units:
+                unit.release()
 
     def pre_forward(self, unit: Unit) -> None:
         """Gather `unit` for its forward (or for its recomputation in backward) and start on the next one."""
         if not self.in_backward:
+            unit.unmark_outdated()
             self.watch_gradients(unit)
         unit.finish_gather()
         if self.in_backward:
@@ -140,13 +151,20 @@ class Schedule:
             at_end = len(self._order) == len(self._last_order) and self._order == self._last_order
             reshard = not at_end and unit not in self._expected()
         if state.in_forward == 0 and (reshard or not needs_backward):
-            unit.release()
+            self._release(unit)
 
     def end_forward(self, needs_backward: bool) -> None:
         """The root's forward ended. Without a backward to come nothing stays gathered."""
-        if not needs_backward and not self.in_backward and not self._to_come:
-            for unit in self.units:
-                unit.release()
+        if self.in_backward:
+            return
+        for unit in self.units:
+            if not needs_backward and not self._to_come:
+                self._release(unit)
+            unit.exposed |= unit.state is State.GATHERED
+
+    def _release(self, unit: Unit) -> None:
+        if not self.keeps_gathered:
+            unit.release()
 
     def watch_gradients(self, unit: Unit) -> None:
         """Learn of the gradients of the parameters that require one now; freezing changes what is reduced."""
@@ -170,6 +188,13 @@ class Schedule:
         self.in_backward = True
         self.num_backwards += 1
         call_after_backward(self._end_backward)
+        for unit in self.units:
+            unit.unmark_outdated()
+        # Autograd leaves grad mode on in a backward with create_graph=True, and only then.
+        self.creates_graph = torch.is_grad_enabled()
+        self.keeps_gathered |= self.creates_graph
+        if self.creates_graph:
+            return
         self.gradients.begin()
         for state in self.states.values():
             state.missing = {(s, i) for s in state.unit.segments for i in s.grads.offsets}
@@ -206,6 +231,12 @@ class Schedule:
     def gradient_ready(self, unit: Unit, segment: Segment, i: int) -> None:
         """Autograd has the whole gradient of one gathered parameter."""
         self.enter_backward()
+        if self.creates_graph:
+            raise RuntimeError(
+                f"parameter {segment.params[i].name!r} got a gradient in backward(create_graph=True), which sharding "
+                "would cut from its graph; for a penalty on gradients of the inputs call "
+                "torch.autograd.grad(outputs, inputs, create_graph=True), then backward() of the whole loss"
+            )
         state = self.states[unit]
         if state.sent:
             raise RuntimeError(
@@ -237,7 +268,7 @@ class Schedule:
         """
         done = state.running == 0 and not state.missing and state.unit not in self._to_come
         if done and state.reshard_after_backward:
-            state.unit.release()
+            self._release(state.unit)
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
@@ -307,14 +338,19 @@ class Schedule:
 
     def _end_backward(self) -> None:
         """Autograd's engine is done with one call of backward."""
-        for unit in reversed(self.units):
-            state = self.states[unit]
-            if unit.reduces and not state.sent:
-                self._reduce_rest(state)
-        while self._reducing:
-            self._finish_oldest()
-        self.gradients.finish()
+        if not self.creates_graph:
+            for unit in reversed(self.units):
+                state = self.states[unit]
+                if unit.reduces and not state.sent:
+                    self._reduce_rest(state)
+            while self._reducing:
+                self._finish_oldest()
+            self.gradients.finish()
         self.reset()
+        if not self.keeps_gathered:  # a graph of a graph reaches parameters without passing any output
+            for unit in self.units:
+                unit.mark_outdated()
+        self.replaced.mark()
 
     def recover(self) -> None:
         """Forget a forward or backward that ended in an exception, and the gradients it got as far as."""
@@ -326,6 +362,7 @@ class Schedule:
                 param.gathered.grad = param.whole = None
         self._gradients = None
         self._to_come, self._order = [], []
+        self.keeps_gathered = False
         self.reset()
 
     def reset(self) -> None:
@@ -338,6 +375,6 @@ class Schedule:
         for state in self.states.values():
             state.in_forward, state.running, state.missing = 0, 0, set()
             if state.reshard_after_backward:
-                state.unit.release()
+                self._release(state.unit)
             elif state.unit.state is State.GATHERING:
                 state.unit.finish_gather()

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hsdp.collectives import Pending, ReduceJob, Row
-from hsdp.dtensors import final_placements, local_of, make_dtensor
+from hsdp.dtensors import final_placements, like, local_of, make_dtensor
+from hsdp.internals import hooks_of, move_hooks
 from hsdp.layout import GradLayout, plan_gradients, plan_segment
 from hsdp.precision import Precision, sum_dtype
 
@@ -47,6 +48,31 @@ class Param:
         """Make `form` what the owning modules see."""
         for module, attribute in self.owners:
             module._parameters[attribute] = form
+
+    def deliver(self, rows: torch.Tensor) -> None:
+        """Hand the reduced gradient to the sharded form as autograd hands one to a leaf: with the user's hooks."""
+        before, after = hooks_of(self.sharded)
+        if self.sharded.grad is not None and not before:
+            local_of(self.sharded.grad).add_(rows)
+        else:
+            grad = like(self.sharded, rows)
+            for hook in before:
+                changed = hook(grad)
+                grad = grad if changed is None else self._checked(changed)
+            if self.sharded.grad is None:
+                self.sharded.grad = grad
+            else:
+                local_of(self.sharded.grad).add_(local_of(grad))
+        for hook in after:
+            hook(self.sharded)
+
+    def _checked(self, grad: object) -> DTensor:
+        if isinstance(grad, DTensor) and grad.placements == self.sharded.placements:
+            return grad
+        raise ValueError(
+            f"a hook on parameter {self.name!r} returned {type(grad).__name__}: the gradient it got and the one it "
+            f"returns are DTensors with the placements {self.sharded.placements}"
+        )
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -135,6 +161,7 @@ class Segment:
         tensor = make_dtensor(local, self.mesh, slot.shape, final_placements(self.mesh, slot.shape))
         param.sharded = nn.Parameter(tensor, requires_grad=source.requires_grad)
         param.sharded.__dict__.update(source.__dict__)  # what users and trainers hang on their parameters
+        move_hooks(source, param.sharded)
         param.sharded.__dict__.pop(TIE, None)
         param.local = local_of(param.sharded)
         param.show(param.sharded)  # nothing holds the whole parameter any more
@@ -173,9 +200,9 @@ class Segment:
 
     def start_gather(self, tag: int) -> Pending:
         """Give the gathered buffer memory, put this rank's rows in place and start fetching the others'."""
+        self._gathered_version = self._version
         if self.in_place:
             return Pending()
-        self._gathered_version = self._version
         self._storage.resize_(self.gathered_bytes)
         with torch.no_grad():
             copy_all(self._own, self._own_source)
@@ -190,7 +217,7 @@ class Segment:
     @property
     def is_stale(self) -> bool:
         """Whether the shard was written (an optimizer step) since it was gathered."""
-        return not self.in_place and self._version != self._gathered_version
+        return self._version != self._gathered_version
 
     @property
     def _version(self) -> int:

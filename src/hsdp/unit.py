@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hsdp.collectives import Pending, Row
+from hsdp.outdated import OutdatedGrad, outdated_full
 from hsdp.precision import Precision
 from hsdp.segment import TIE, Param, Segment
 
@@ -66,6 +67,9 @@ class Unit:
         self.cross_reduces = True  # False: a backward reduces inside the row only
         self.divide_factor: float = mesh.size()
         self.listener: Callable[[Unit, Segment, int], None] | None = None  # hears of every complete gradient
+        self.exposed = False  # whether full parameters were seen outside of forward and backward
+        self._outdated: list[OutdatedGrad | None] = []  # for the full forms, made when first needed
+        self._marked = False
         self._pending: list[Pending] = []
 
     @property
@@ -82,9 +86,14 @@ class Unit:
         """Tags that the messages of one gather or one reduction need."""
         return sum(len(segment.params) + 1 for segment in self.segments)
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether full parameters exist that are not what the shards hold now."""
+        return self.state is State.GATHERED and any(segment.is_stale for segment in self.segments)
+
     def start_gather(self) -> None:
         """Start making the full parameters exist; nothing to do where they do or will, as they are now."""
-        if self.state is State.GATHERED and any(segment.is_stale for segment in self.segments):
+        if self.is_stale:
             self.release()  # kept for a backward that never came, or on the user's wish
         if self.state is not State.SHARDED:
             return
@@ -119,6 +128,26 @@ class Unit:
             for param in self.params:
                 param.show(param.sharded)
         self.state = State.SHARDED
+
+    def mark_outdated(self) -> None:
+        """Between two steps: whoever made an optimizer from full parameters gets an error from its `step()`."""
+        if not self.exposed:
+            return
+        if not self._outdated:
+            self._outdated = [
+                outdated_full(param.gathered, param.name) if param.gathered.is_floating_point() else None
+                for param in self.params
+            ]
+        for param, grad in zip(self.params, self._outdated, strict=True):
+            param.gathered.grad = grad
+        self._marked = True
+
+    def unmark_outdated(self) -> None:
+        """Before autograd, or the module itself, uses the full parameters again."""
+        if self._marked:
+            for param in self.params:
+                param.gathered.grad = None
+            self._marked = False
 
     def watch_gradients(self) -> None:
         """Tell the listener whenever autograd has accumulated the gradient of a trainable parameter."""

@@ -23,6 +23,7 @@ from hsdp.device import DeviceHandle
 from hsdp.hooks import ModuleHooks
 from hsdp.materialize import Init, materialize
 from hsdp.module import HSDPModule, ModuleState, become, state_of
+from hsdp.outdated import Replaced
 from hsdp.precision import Precision, cast_floats
 from hsdp.schedule import Schedule
 from hsdp.topology import discover
@@ -97,6 +98,9 @@ def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: i
     row = make_row(mesh.get_group(mesh.ndim - 1), mesh.device_type, timeout)
     column = make_column(mesh.get_group(0), mesh.device_type, timeout) if mesh.ndim == 2 and mesh.size(0) > 1 else None
     seed = exchange_over_mesh(torch.initial_seed(), mesh)[0]
+    replaced = Replaced()
+    for param in (param for plan in plans for param in plan.params):
+        replaced.note(param.sharded, param.name)
     owner_of = {param.sharded: param.owners[0] for plan in plans for param in plan.params}
     units: dict[int, Unit] = {}
     for plan in plans:
@@ -113,6 +117,7 @@ def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: i
         units[id(plan)] = unit
     schedule = _schedule(plans, [units[id(plan)] for plan in plans], mesh, column, salt)
     schedule.world = discover(mesh)
+    schedule.replaced.take(replaced)
     for plan in plans:
         unit = units[id(plan)]
         schedule.states[unit].reshard_after_forward = options.reshard_after_forward
