@@ -15,14 +15,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from hsdp.control import agree
 from hsdp.describe import describe
-from hsdp.device import DeviceHandle
 from hsdp.hooks import wrap_method
 from hsdp.materialize import Init
 from hsdp.module import HSDPModule, state_of, wrapped_modules
 from hsdp.precision import Precision
 from hsdp.topology import check_mesh, init_mesh
 from hsdp.units import UnitPlan, UnitsArgument, choose_units, plan_group, plan_units
-from hsdp.wrap import Options, build, check_equal, check_plans, sync_buffers
+from hsdp.wrap import Options, ShardPlacement, build, check_equal, check_plans, settle_rest
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -37,7 +36,10 @@ def hybrid_shard(
     precision: Precision | None = None,
     reshard_after_forward: bool | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
+    reduce_ignored: bool = False,
+    shard_placement_fn: ShardPlacement | None = None,
     sync_replicas: bool = True,
+    sync_buffers: Literal["wrap", "forward"] = "wrap",
     init: Init | None = None,
     timeout_s: float = 120.0,
     announce: bool = True,
@@ -49,15 +51,18 @@ def hybrid_shard(
 
     Args:
         model: any module; one on the meta device is made real unit by unit.
-        replicate: number of copies of the model; see `init_mesh`.
-        shard: number of ranks that share one copy; see `init_mesh`.
+        replicate, shard: number of copies of the model, of ranks that share one copy; see `init_mesh`.
         mesh: instead of the two numbers, a mesh with axes ("replicate", "shard"), or the tuple (replicate, shard).
         units: what is gathered together: module classes, class names, a predicate `module -> bool`, or None for the
             repeated block. Parameters outside of all units are gathered with the model itself.
         precision: mixed precision; None computes in the parameters' own dtype.
         reshard_after_forward: release a unit's full parameters between its forward and its backward. None: yes, but
             for those that backward needs first.
-        ignored_params: parameters that stay as they are, are not reduced and not made equal.
+        ignored_params: stay as they are: whole, never moved, not reduced, not made equal; warned of when trained.
+        reduce_ignored: make ignored parameters equal at wrap, and average their gradients over all ranks.
+        shard_placement_fn: `Shard(dim)` for a parameter that is to be cut along another dim than 0, else None.
+        sync_buffers: "wrap" makes buffers equal now, and lets each rank keep its own from then on; "forward" gives all
+            ranks the first one's before each training forward as well, for running statistics.
         sync_replicas: make parameters and buffers those of the first rank, whatever the others hold.
         init: called with every module that owns something on the meta device; default: its `reset_parameters()`.
         timeout_s: how long this rank waits for another one in a collective, in seconds.
@@ -66,13 +71,12 @@ def hybrid_shard(
     Raises:
         ValueError: on every rank alike: a mesh that does not fit the world, a model without parameters, one that is
             wrapped already, or one that differs between ranks.
-
-    Example:
-        >>> hsdp.hybrid_shard(model, replicate=2, shard=4)  # doctest: +SKIP
-        >>> optimizer = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
     """
     mesh = _resolve_mesh(mesh, replicate, shard)
-    options = Options(precision or Precision(), reshard_after_forward, sync_replicas, timeout_s, init)
+    options = Options(
+        precision or Precision(), reshard_after_forward, sync_replicas, timeout_s, init, shard_placement_fn,
+        ignored_params or (), reduce_ignored, sync_buffers,
+    )  # fmt: skip
 
     def plan() -> list[UnitPlan]:
         _check_not_wrapped(model)
@@ -89,7 +93,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: ShardPlacement | None = None,
     mp_policy: Precision | MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
@@ -102,9 +106,9 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered together.
         mesh: 1-D to shard, 2-D (replicate, shard) to do both; default: 1-D over the world.
-        reshard_after_forward, ignored_params, sync_replicas, init, timeout_s: see `hybrid_shard`.
+        reshard_after_forward, shard_placement_fn, ignored_params, sync_replicas, init, timeout_s: see `hybrid_shard`.
         mp_policy: a `Precision`, or torch's `MixedPrecisionPolicy`.
-        shard_placement_fn, offload_policy: only their defaults so far.
+        offload_policy: only its default so far.
 
     Returns:
         the module or list of modules that was given, wrapped in place.
@@ -115,14 +119,20 @@ def fully_shard(
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     if mesh is None:
         mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),), mesh_dim_names=("shard",))
-    options = Options(_precision_of(mp_policy), reshard_after_forward, sync_replicas, timeout_s, init)
+    options = Options(
+        _precision_of(mp_policy),
+        reshard_after_forward,
+        sync_replicas,
+        timeout_s,
+        init,
+        shard_placement_fn,
+        ignored_params or (),
+    )
 
     if mesh.ndim not in (1, 2):  # every rank holds the same mesh
         raise ValueError(f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; fully_shard takes 1 or 2")
 
     def plan() -> list[UnitPlan]:
-        if shard_placement_fn is not None:
-            raise ValueError("shard_placement_fn: parameters are sharded along dim 0 only")
         if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
             raise ValueError(f"offload_policy={offload_policy!r}: offloading is not supported")
         for one in modules:
@@ -141,16 +151,13 @@ def _wrap(modules: Sequence[nn.Module], plan: Callable[[], list[UnitPlan]], mesh
     problem, plans = None, []
     try:
         plans = plan()
-        check_plans(modules[0], plans)
+        check_plans(modules[0], plans, options)
     except ValueError as error:
         problem = str(error)
     agree(problem, mesh)
     salt = check_equal(plans, mesh, options)
-    build(plans, mesh, options, salt)
-    device = DeviceHandle(mesh.device_type).device
-    if options.sync_replicas:
-        for module in modules:
-            sync_buffers(module, mesh, device, options.precision)
+    schedule = build(plans, mesh, options, salt)
+    settle_rest(modules, schedule, mesh, options)
 
 
 def _resolve_mesh(mesh: DeviceMesh | tuple[int, int] | None, replicate: Any, shard: Any) -> DeviceMesh:

@@ -120,8 +120,12 @@ def _trainable_bytes(segment: Segment) -> int:
 
 
 def _precision_text(precision: Precision) -> str:
-    chosen = {field.name: getattr(precision, field.name) for field in fields(precision) if field.name != "cast_inputs"}
-    texts = [f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in chosen.items() if dtype is not None]
+    chosen = {field.name: getattr(precision, field.name) for field in fields(precision)}
+    texts = [
+        f"{name} {str(dtype).removeprefix('torch.')}"
+        for name, dtype in chosen.items()
+        if isinstance(dtype, torch.dtype)
+    ]
     return ", ".join(texts) or "as the parameters are"
 
 

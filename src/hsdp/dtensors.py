@@ -32,18 +32,23 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def final_placements(mesh: DeviceMesh, shape: Sequence[int]) -> tuple[Placement, ...]:
-    """How parameters and final gradients lie: `(Replicate(), Shard(0))`, on a 1-D mesh `(Shard(0),)`.
+def placements_of(tensor: torch.Tensor) -> tuple[Placement, ...]:
+    assert isinstance(tensor, DTensor), f"expected a DTensor, got {type(tensor).__name__}"
+    return tensor.placements
+
+
+def final_placements(mesh: DeviceMesh, shape: Sequence[int], dim: int = 0) -> tuple[Placement, ...]:
+    """How parameters and final gradients lie: `(Replicate(), Shard(dim))`, on a 1-D mesh `(Shard(dim),)`.
 
     A parameter without dims has no rows to share out and is on every rank.
     """
-    inside: Placement = Shard(0) if len(shape) else Replicate()
+    inside: Placement = Shard(dim) if len(shape) else Replicate()
     return (Replicate(), inside) if mesh.ndim == 2 else (inside,)
 
 
-def row_sum_placements(mesh: DeviceMesh, shape: Sequence[int]) -> tuple[Placement, ...]:
+def row_sum_placements(mesh: DeviceMesh, shape: Sequence[int], dim: int = 0) -> tuple[Placement, ...]:
     """How a gradient lies that was reduced inside its row only: still a sum over the replicate axis."""
-    final = final_placements(mesh, shape)
+    final = final_placements(mesh, shape, dim)
     return (Partial(), final[1]) if mesh.ndim == 2 else final
 
 

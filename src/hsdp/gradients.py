@@ -237,7 +237,7 @@ class Gradients:
                 segment,
                 i,
                 segment.grad_rows(i, region),
-                row_sum_placements(segment.mesh, segment.layout.slots[i].shape),
+                row_sum_placements(segment.mesh, segment.params[i].sharded.shape, segment.params[i].dim),
             )
 
     def _leave_whole(self, segment: Segment) -> None:

@@ -9,6 +9,7 @@ backward leaves    post_backward  the gradients of all inputs are complete
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -32,6 +33,7 @@ class ModuleHooks:
     def __init__(self, module: nn.Module, schedule: Schedule, units: list[Unit], is_root: bool) -> None:
         self.schedule, self.units, self.is_root = schedule, units, is_root
         self.precision = units[0].precision
+        self.before_forward: Callable[[nn.Module], None] | None = None  # in training, before anything is gathered
         self._num_watched_inputs = 0  # in the forward that runs now
         self._handles = [
             # The engine's bookkeeping is no part of a compiled graph; the module's own forward still is.
@@ -47,6 +49,8 @@ class ModuleHooks:
         """Gather, cast the inputs, and watch for the moment when all their gradients are known."""
         if self.is_root:
             self.schedule.begin_forward()
+        if self.before_forward is not None and module.training and not self.schedule.in_backward:
+            self.before_forward(module)
         for unit in self.units:
             self.schedule.pre_forward(unit)
         args, kwargs = self.precision.cast_in(args), self.precision.cast_in(kwargs)

@@ -32,7 +32,7 @@ def hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Ca
 
     Autograd never accumulates into a sharded parameter, so the engine calls them; FSDP2 does it for the second kind.
     """
-    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return list(before.values()) if before else [], list(after.values()) if after else []
 
 

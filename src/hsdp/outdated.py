@@ -14,10 +14,9 @@ import torch
 
 from hsdp.tensors import find_tensors
 
-
 _BEFORE = (
-    "this is parameter {!r} as it was before it was sharded, and the model does not use it any more: make the optimizer "
-    "from model.parameters() after hybrid_shard or fully_shard"
+    "this is parameter {!r} as it was before it was sharded, and the model does not use it any more: make the "
+    "optimizer from model.parameters() after hybrid_shard or fully_shard"
 )
 _GATHERED = (
     "this is parameter {!r} as it was while it was gathered, a form that does not last: make the optimizer from "
@@ -39,7 +38,7 @@ class OutdatedGrad(torch.Tensor):
         grad.reason = reason
         return grad
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OutdatedGrad({self.reason!r})"
 
     @classmethod
@@ -48,7 +47,7 @@ class OutdatedGrad(torch.Tensor):
 
     # Reading an attribute comes to the first: optimizers ask `grad.is_sparse` before they touch anything.
     __torch_function__ = _refuse
-    __torch_dispatch__ = _refuse
+    __torch_dispatch__ = _refuse  # type: ignore[assignment]
 
 
 def outdated_full(parameter: torch.Tensor, name: str) -> OutdatedGrad:

@@ -10,13 +10,17 @@ floating point buffers        `buffer`, once, at wrap
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from hsdp.tensors import map_tensors
 
+ParamOverride = Callable[[str, nn.Parameter], "torch.dtype | None"]
+_NOT_DTYPES = ("cast_inputs", "param_override")
 _GATHERABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -32,6 +36,8 @@ class Precision:
         buffer: dtype to which floating point buffers are cast when the module is wrapped. Left alone by default:
             running statistics lose updates in bf16.
         cast_inputs: cast floating point inputs of a unit's forward to `param`.
+        param_override: called with the name and the parameter for every floating point parameter at wrap; the dtype
+            in which that one is gathered, or None for `param`. For norms that stay in fp32 inside a bf16 model, say.
 
     Raises:
         ValueError: a dtype that is not float64, float32, float16 or bfloat16.
@@ -42,17 +48,20 @@ class Precision:
     output: torch.dtype | None = None
     buffer: torch.dtype | None = None
     cast_inputs: bool = True
+    param_override: ParamOverride | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "cast_inputs" and value is not None and value not in _GATHERABLE:
-                names = ", ".join(str(dtype) for dtype in _GATHERABLE)
-                raise ValueError(f"Precision({field.name}={value!r}): expected None or one of {names}")
+        for each in fields(self):
+            if each.name not in _NOT_DTYPES:
+                _check(each.name, getattr(self, each.name))
 
-    def param_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which a parameter of `dtype` is gathered; integers are never cast."""
-        return self.param if self.param is not None and dtype.is_floating_point else dtype
+    def param_dtype(self, name: str, param: nn.Parameter) -> torch.dtype:
+        """Dtype in which a parameter is gathered; integers are never cast."""
+        if not param.dtype.is_floating_point:
+            return param.dtype
+        override = self.param_override(name, param) if self.param_override is not None else None
+        _check(f"param_override for {name!r}", override)
+        return override or self.param or param.dtype
 
     def wire_dtype(self, grad: torch.dtype, sums_wide: bool = True) -> torch.dtype:
         """Dtype in which a gradient of dtype `grad` travels.
@@ -72,6 +81,12 @@ class Precision:
     def cast_out(self, value: Any) -> Any:
         """Cast the floating point tensors in a unit's outputs."""
         return cast_floats(value, self.output) if self.output is not None else value
+
+
+def _check(name: str, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in _GATHERABLE:
+        names = ", ".join(str(each) for each in _GATHERABLE)
+        raise ValueError(f"Precision({name}={dtype!r}): expected None or one of {names}")
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

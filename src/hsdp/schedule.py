@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hsdp.collectives import TAG_SPACE, Column, Pending
 from hsdp.gradients import Gradients
+from hsdp.ignored import IgnoredGradients
 from hsdp.internals import call_after_backward, is_backward_running
 from hsdp.outdated import Replaced
 from hsdp.placement import World
@@ -66,6 +67,7 @@ class Schedule:
         self.creates_graph = False  # whether the backward that runs is itself differentiable
         self.keeps_gathered = False  # nothing is released: a later backward goes through the graph of an earlier one
         self.replaced = Replaced()
+        self.ignored: IgnoredGradients | None = None
         self.num_backwards = 0
         self._tag_units(salt)
         self._gradients: Gradients | None = None
@@ -346,6 +348,8 @@ class Schedule:
             while self._reducing:
                 self._finish_oldest()
             self.gradients.finish()
+            if self.ignored is not None and self.units[-1].reduces and self.units[-1].cross_reduces:
+                self.ignored.reduce()
         self.reset()
         if not self.keeps_gathered:  # a graph of a graph reaches parameters without passing any output
             for unit in self.units:

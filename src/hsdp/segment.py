@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hsdp.collectives import Pending, ReduceJob, Row
-from hsdp.dtensors import final_placements, like, local_of, make_dtensor
+from hsdp.dtensors import final_placements, like, local_of, make_dtensor, placements_of
 from hsdp.internals import hooks_of, move_hooks
 from hsdp.layout import GradLayout, plan_gradients, plan_segment
 from hsdp.precision import Precision, sum_dtype
@@ -39,6 +39,8 @@ class Param:
     name: str  # qualified name from the wrapped module
     owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter; more than one when tied
     sharded: nn.Parameter  # until the segment is built: the parameter as the user made it
+    dim: int = 0  # the dim that is cut; layouts and buffers see it moved to the front
+    gathered_dtype: torch.dtype | None = None  # None: its own
     gathered: nn.Parameter = field(init=False)
     whole: torch.Tensor | None = None  # gradient that no rank has reduced yet, summed over backwards
     local: torch.Tensor = field(init=False)  # the local part of the sharded form, a view of the shard
@@ -67,11 +69,12 @@ class Param:
             hook(self.sharded)
 
     def _checked(self, grad: object) -> DTensor:
-        if isinstance(grad, DTensor) and grad.placements == self.sharded.placements:
+        wanted = placements_of(self.sharded)
+        if isinstance(grad, DTensor) and grad.placements == wanted:
             return grad
         raise ValueError(
             f"a hook on parameter {self.name!r} returned {type(grad).__name__}: the gradient it got and the one it "
-            f"returns are DTensors with the placements {self.sharded.placements}"
+            f"returns are DTensors with the placements {wanted}"
         )
 
 
@@ -81,15 +84,26 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_(list(targets), list(sources))
 
 
+def front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """`tensor` with `dim` moved to the front, a view."""
+    return tensor.movedim(dim, 0) if dim else tensor
+
+
+def back(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The opposite of `front`."""
+    return tensor.movedim(0, dim) if dim else tensor
+
+
 class Segment:
     """See the module's docstring."""
 
     def __init__(self, params: list[Param], mesh: DeviceMesh, row: Row, precision: Precision, device: torch.device):
         first = params[0].sharded
         self.params, self.row, self.precision, self.mesh = params, row, precision, mesh
-        self.dtype, self.gathered_dtype = first.dtype, precision.param_dtype(first.dtype)
+        self.dtype, self.gathered_dtype = first.dtype, params[0].gathered_dtype or first.dtype
         self.sum_dtype = sum_dtype(self.dtype)
-        self.layout = plan_segment([p.sharded.shape for p in params], row.size, self.gathered_dtype.itemsize)
+        shapes = [front(p.sharded, p.dim).shape for p in params]
+        self.layout = plan_segment(shapes, row.size, self.gathered_dtype.itemsize)
         self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=device)
         # With one rank in the row and no cast the shard is the gathered buffer: nothing to move, nothing to free.
         self.in_place = row.size == 1 and self.gathered_dtype == self.dtype
@@ -114,14 +128,15 @@ class Segment:
             self._storage = torch.UntypedStorage(self.gathered_bytes, device=device)
             self.buffer = self._view(0, (numel,))
         for slot, param in zip(self.layout.slots, self.params, strict=True):
-            view = self._view(slot.slab_offset, slot.shape)
+            view = self._view(slot.slab_offset, slot.shape, param.dim)
             param.gathered = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
             param.gathered.__dict__.update(param.sharded.__dict__)
 
-    def _view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor over the gathered storage with a version counter of its own."""
+    def _view(self, offset: int, shape: Sequence[int], dim: int = 0) -> torch.Tensor:
+        """A tensor over the gathered storage with a version counter of its own; `shape` has `dim` at the front."""
         tensor = torch.empty(0, dtype=self.gathered_dtype, device=self._storage.device)
-        return tensor.set_(self._storage, offset, torch.Size(shape), torch.empty(shape, device="meta").stride())
+        model = back(torch.empty(shape, device="meta"), dim)
+        return tensor.set_(self._storage, offset, model.shape, model.stride())
 
     def _build_views(self) -> None:
         """All views a gather needs, made once: what is cut anew in every step costs more than the messages."""
@@ -152,13 +167,13 @@ class Segment:
     def _take(self, i: int, param: Param) -> None:
         """Copy this rank's rows of the user's parameter into the shard, and put the sharded form in its place."""
         slot, source = self.layout.slots[i], param.sharded
-        rank, rows = self.row.rank, source.detach()
+        rank, rows = self.row.rank, front(source.detach(), param.dim)
         if slot.shape:
             start = min(rank * slot.chunk_rows, slot.rows)
             rows = rows[start : start + slot.rows_of(rank)]
         local = self.local_rows(i)
-        local.copy_(rows)
-        tensor = make_dtensor(local, self.mesh, slot.shape, final_placements(self.mesh, slot.shape))
+        front(local, param.dim).copy_(rows)
+        tensor = make_dtensor(local, self.mesh, source.shape, final_placements(self.mesh, source.shape, param.dim))
         param.sharded = nn.Parameter(tensor, requires_grad=source.requires_grad)
         param.sharded.__dict__.update(source.__dict__)  # what users and trainers hang on their parameters
         move_hooks(source, param.sharded)
@@ -167,10 +182,14 @@ class Segment:
         param.show(param.sharded)  # nothing holds the whole parameter any more
 
     def local_rows(self, i: int) -> torch.Tensor:
-        """This rank's rows of parameter `i`, a view of the shard: `[rows, ...]`, `[0, ...]` where it holds none."""
+        """This rank's rows of parameter `i`, a view of the shard: `[rows, ...]`, `[0, ...]` where it holds none.
+
+        Rows are along the dim that is cut, which is where it is in the parameter.
+        """
         slot = self.layout.slots[i]
         shape = slot.local_shape(self.row.rank)
-        return self.shard[slot.shard_offset : slot.shard_offset + prod(shape)].view(shape)
+        rows = self.shard[slot.shard_offset : slot.shard_offset + prod(shape)].view(shape)
+        return back(rows, self.params[i].dim)
 
     def adopt(self) -> None:
         """Take up parameters that a user's call replaced (`load_state_dict(assign=True)`, `_apply`)."""
@@ -253,7 +272,8 @@ class Segment:
             return None
         if grad.layout != torch.strided:
             grad = grad.to_dense()
-        return grad.to(self._wire).contiguous().view(-1)
+        # Autograd lays a gradient out like its parameter, so this is as it lies in memory, whatever dim is cut.
+        return front(grad.to(self._wire), param.dim).contiguous().view(-1)
 
     @property
     def _wire(self) -> torch.dtype:
@@ -322,7 +342,8 @@ class Segment:
         """This rank's rows of the gradient of parameter `i`, a view of `sums`."""
         slot = self.layout.slots[i]
         shape = slot.local_shape(self.row.rank)
-        return sums.as_strided(shape, self._stride(slot.shape), sums.storage_offset() + self.grads.offsets[i])
+        start = sums.storage_offset() + self.grads.offsets[i]
+        return back(sums.as_strided(shape, self._stride(slot.shape), start), self.params[i].dim)
 
     @staticmethod
     def _stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class Unit:
         groups: dict[tuple[torch.dtype, torch.dtype], list[Param]] = {}
         for param in params:
             dtype = param.sharded.dtype
-            groups.setdefault((dtype, precision.param_dtype(dtype)), []).append(param)
+            groups.setdefault((dtype, param.gathered_dtype or dtype), []).append(param)
         for param in params:
             setattr(param.sharded, TIE, (weakref.ref(param), weakref.ref(self)))
         self.segments = [Segment(group, mesh, row, precision, device) for group in groups.values()]

@@ -5,49 +5,62 @@ Every function here is a collective over the mesh: all ranks of it call it with 
 
 from __future__ import annotations
 
+import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from hsdp.buffers import POLICIES, broadcast_buffers, place_buffers
 from hsdp.collectives import Column, make_column, make_row
 from hsdp.control import exchange_over_mesh, first_difference
 from hsdp.device import DeviceHandle
 from hsdp.hooks import ModuleHooks
+from hsdp.ignored import IgnoredGradients
 from hsdp.materialize import Init, materialize
 from hsdp.module import HSDPModule, ModuleState, become, state_of
 from hsdp.outdated import Replaced
-from hsdp.precision import Precision, cast_floats
+from hsdp.precision import Precision
 from hsdp.schedule import Schedule
+from hsdp.segment import Param
 from hsdp.topology import discover
 from hsdp.unit import Unit
 from hsdp.units import UnitPlan, own_modules
 
+ShardPlacement = Callable[[nn.Parameter], "Shard | None"]
+
 
 @dataclass(frozen=True)
 class Options:
-    """What the user chose for a wrap, beside the model and the mesh."""
+    """What the user chose for a wrap, beside the model and the mesh; `hybrid_shard` says what each means."""
 
     precision: Precision
     reshard_after_forward: bool | None = None
     sync_replicas: bool = True
     timeout_s: float = 120.0
     init: Init | None = None
+    shard_placement_fn: ShardPlacement | None = None
+    ignored_params: Collection[nn.Parameter] = ()
+    reduce_ignored: bool = False
+    sync_buffers: str = "wrap"
 
 
-def check_plans(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
-    """Refuse what cannot be sharded.
+def check_plans(model: nn.Module, plans: Sequence[UnitPlan], options: Options) -> None:
+    """Refuse what cannot be sharded, and settle how every parameter is.
 
     Raises:
-        ValueError: nothing to shard, or a parameter that is sharded already or sparse.
+        ValueError: nothing to shard, a parameter that is sharded already or sparse, or an option that does not fit.
     """
+    if options.sync_buffers not in POLICIES:
+        raise ValueError(f"sync_buffers={options.sync_buffers!r}: expected one of {', '.join(map(repr, POLICIES))}")
     if not any(plan.params or plan.ties or plan.foreign_ties for plan in plans):
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
     for plan in plans:
@@ -57,6 +70,21 @@ def check_plans(model: nn.Module, plans: Sequence[UnitPlan]) -> None:
                 raise ValueError(f"parameter {param.name!r} is a DTensor already; wrap a model of plain parameters")
             if tensor.layout != torch.strided:
                 raise ValueError(f"parameter {param.name!r} has layout {tensor.layout}; only dense ones can be sharded")
+            param.dim = _dim_of(param, options.shard_placement_fn)
+            param.gathered_dtype = options.precision.param_dtype(param.name, tensor)
+
+
+def _dim_of(param: Param, choose: ShardPlacement | None) -> int:
+    chosen = choose(param.sharded) if choose is not None else None
+    if chosen is None:
+        return 0
+    ndim = param.sharded.ndim
+    if not isinstance(chosen, Shard) or not -ndim <= chosen.dim < ndim:
+        raise ValueError(
+            f"shard_placement_fn returned {chosen!r} for parameter {param.name!r} of shape "
+            f"{tuple(param.sharded.shape)}: expected None or Shard(dim) with a dim of that shape"
+        )
+    return chosen.dim % ndim
 
 
 def check_equal(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options) -> int:
@@ -70,6 +98,8 @@ def check_equal(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options) -
             "precision": repr(options.precision),
             "reshard_after_forward": repr(options.reshard_after_forward),
             "sync_replicas": options.sync_replicas,
+            "reduce_ignored": options.reduce_ignored,
+            "sync_buffers": options.sync_buffers,
             "mesh": list(mesh.mesh.shape),
         },
         "units": {
@@ -78,6 +108,8 @@ def check_equal(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options) -
                     "shape": list(param.sharded.shape),
                     "dtype": str(param.sharded.dtype),
                     "requires_grad": param.sharded.requires_grad,
+                    "gathered dtype": str(param.gathered_dtype),
+                    "sharded dim": param.dim,
                 }
                 for param in plan.params
             }
@@ -174,6 +206,31 @@ def _attach(module: nn.Module, schedule: Schedule, unit: Unit, needs: list[Unit]
     module.register_load_state_dict_post_hook(adopt)
 
 
+def settle_rest(modules: Sequence[nn.Module], schedule: Schedule, mesh: DeviceMesh, options: Options) -> None:
+    """What is not sharded: buffers and ignored parameters."""
+    device = DeviceHandle(mesh.device_type).device
+    for module in modules:
+        place_buffers(module, device, options.precision)
+        if options.sync_replicas:
+            broadcast_buffers(module, mesh)
+        if options.sync_buffers == "forward":
+            state_of(module).hooks.before_forward = partial(broadcast_buffers, mesh=mesh)
+    named = {param: name for module in modules for name, param in module.named_parameters()}
+    ignored = [(named[param], param) for param in named if param in set(options.ignored_params)]
+    if options.reduce_ignored and ignored:
+        schedule.ignored = IgnoredGradients(ignored, mesh)
+        for _, param in ignored if options.sync_replicas else []:
+            for axis in reversed(range(mesh.ndim)):
+                _broadcast(param, mesh.get_group(axis), device)
+    trainable = [name for name, param in ignored if param.requires_grad]
+    if trainable and not options.reduce_ignored and mesh.size() > 1 and mesh.mesh.flatten()[0] == dist.get_rank():
+        warnings.warn(
+            f"ignored_params: {', '.join(trainable)} require gradients, which nobody reduces: every rank trains its "
+            "own; freeze them, reduce them yourself, or use hybrid_shard(..., reduce_ignored=True)",
+            stacklevel=4,
+        )
+
+
 def sync_rows(plan: UnitPlan, mesh: DeviceMesh, device: torch.device) -> None:
     """Give the ranks of the first row the whole parameters of the mesh's first rank, before they are cut."""
     coordinate = mesh.get_coordinate()
@@ -190,18 +247,6 @@ def sync_columns(unit: Unit, mesh: DeviceMesh) -> None:
     if mesh.ndim == 2:
         for segment in unit.segments:
             _broadcast(segment.shard, mesh.get_group(0), segment.shard.device)
-
-
-def sync_buffers(model: nn.Module, mesh: DeviceMesh, device: torch.device, precision: Precision) -> None:
-    """Move all buffers to the device, make them those of the mesh's first rank, and cast them."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or isinstance(buffer, DTensor):
-                continue
-            moved = buffer.to(device)
-            for axis in reversed(range(mesh.ndim)):
-                _broadcast(moved, mesh.get_group(axis), device)
-            module._buffers[name] = cast_floats(moved, precision.buffer) if precision.buffer is not None else moved
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -27,9 +27,9 @@ MAX_FUNCTION_LINES = 60
 # Lowest first. Within a level the order counts too: a module may import those written before it. "__init__" is the
 # package itself: everything up to it is the engine, which knows no device by name and keeps no global state.
 LEVELS: dict[str, tuple[str, ...]] = {
-    "L0": ("internals", "tensors", "device", "layout", "precision", "control", "dtensors", "internals"),
+    "L0": ("tensors", "device", "layout", "precision", "control", "dtensors", "internals", "outdated"),
     "L1": ("placement", "topology", "collectives"),
-    "L2": ("segment", "unit", "gradients"),
+    "L2": ("segment", "unit", "gradients", "buffers", "ignored"),
     "L3": ("schedule", "hooks"),
     "L4": ("units", "materialize", "module", "wrap", "replicas", "accumulate", "describe", "api"),
     "L5": ("clip", "checkpoint", "monitor", "draw"),

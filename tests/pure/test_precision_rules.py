@@ -40,7 +40,8 @@ def test_it_is_frozen_and_comparable() -> None:
     ],
 )
 def test_dtype_of_gathered_parameters(param: torch.dtype | None, dtype: torch.dtype, want: torch.dtype) -> None:
-    assert Precision(param=param).param_dtype(dtype) == want
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=False)
+    assert Precision(param=param).param_dtype("weight", parameter) == want
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""Buffers: placed on the device when a model is wrapped, made equal then, or before every training forward as well.
+
+A buffer is on every rank, whole. Running statistics of BatchNorm see only their own rank's part of the batch, so they
+drift apart; what is then saved or evaluated depends on the rank. `sync_buffers="forward"` gives all ranks those of the
+first one before each training forward, which is what DDP does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hsdp.precision import Precision, cast_floats
+
+POLICIES = ("wrap", "forward")
+
+
+def place_buffers(model: nn.Module, device: torch.device, precision: Precision) -> None:
+    """Move all buffers to the device and cast them."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                moved = buffer.to(device)
+                module._buffers[name] = cast_floats(moved, precision.buffer) if precision.buffer is not None else moved
+
+
+def broadcast_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give every rank the buffers of the mesh's first rank: one message a dtype and axis."""
+    buffers: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in dict.fromkeys(model.buffers()):
+        if not isinstance(buffer, DTensor) and buffer.numel():
+            buffers.setdefault(buffer.dtype, []).append(buffer)
+    for same in buffers.values():
+        flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+        for axis in reversed(range(mesh.ndim)):
+            if mesh.size(axis) > 1:
+                dist.broadcast(flat, group=mesh.get_group(axis), group_src=0)
+        with torch.no_grad():
+            for buffer, part in zip(same, flat.split([buffer.numel() for buffer in same]), strict=True):
+                buffer.copy_(part.view(buffer.shape))
