@@ -1,8 +1,9 @@
 """Hybrid sharded data parallelism for PyTorch: see `hybrid_shard`."""
 
-from hsdp.api import accumulate, fully_shard, hybrid_shard, register_forward_method
+from hsdp.api import accumulate, fully_shard, gathered, hybrid_shard, register_forward_method
 from hsdp.clip import clip_grad_norm_
 from hsdp.describe import Description, describe
+from hsdp.loss import token_mean
 from hsdp.module import HSDPModule
 from hsdp.precision import Precision
 from hsdp.replicas import check_replicas
@@ -19,7 +20,9 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "fully_shard",
+    "gathered",
     "hybrid_shard",
     "init_mesh",
     "register_forward_method",
+    "token_mean",
 ]

@@ -17,7 +17,7 @@ from hsdp.control import agree
 from hsdp.describe import describe
 from hsdp.hooks import wrap_method
 from hsdp.materialize import Init
-from hsdp.module import HSDPModule, state_of, wrapped_modules
+from hsdp.module import HSDPModule, schedules_of, state_of, wrapped_modules
 from hsdp.precision import Precision
 from hsdp.topology import check_mesh, init_mesh
 from hsdp.units import UnitPlan, UnitsArgument, choose_units, plan_group, plan_units
@@ -222,6 +222,26 @@ def accumulate(model: nn.Module, defer: Literal["cross-reduce", "reduce"] = "cro
     finally:
         for unit, (reduces, cross_reduces) in zip(units, before, strict=True):
             unit.reduces, unit.cross_reduces = reduces, cross_reduces
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Context in which every rank holds the full parameters of `model`, for generation above all.
+
+    Forwards inside communicate nothing, so that ranks may call the model differently often and with other lengths.
+    Needs memory for the whole model. What is written to the full parameters is lost when they are released.
+
+    Raises:
+        ValueError: nothing in `model` is wrapped.
+    """
+    schedules = schedules_of(model)
+    for schedule in schedules:
+        schedule.hold()
+    try:
+        yield
+    finally:
+        for schedule in schedules:
+            schedule.let_go()
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

@@ -23,6 +23,10 @@ import torch.distributed as dist
 TAG_SPACE = 1 << 30  # our tags lie at and above it, out of the way of a user's own send and recv in the same group
 
 
+class WaitError(RuntimeError):
+    """A collective did not complete in time, or a rank that takes part in it is gone."""
+
+
 class Pending:
     """Communication under way.
 
@@ -61,10 +65,13 @@ class Pending:
         self._keep = ()
 
     def _wait(self, work: dist.Work) -> None:
-        if self._timeout is None:
-            work.wait()
-        else:
-            work.wait(self._timeout)
+        try:
+            if self._timeout is None:
+                work.wait()
+            else:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise WaitError(" ".join(str(error).split())) from error
 
 
 class Row(Protocol):

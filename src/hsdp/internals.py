@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
@@ -20,6 +21,11 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call `function` at the end of the backward that is running. DDP and FSDP learn of the end in the same way."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def default_store() -> Any:
+    """The store that the default process group was made with: what is left to talk through when a group is stuck."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def is_backward_running() -> bool:

@@ -11,21 +11,23 @@ and a unit always reduces all its trainable parameters, whatever happened in bac
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hsdp.collectives import TAG_SPACE, Column, Pending
+from hsdp.collectives import TAG_SPACE, Column
 from hsdp.gradients import Gradients
 from hsdp.ignored import IgnoredGradients
 from hsdp.internals import call_after_backward, is_backward_running
 from hsdp.outdated import Replaced
 from hsdp.placement import World
+from hsdp.reductions import Reductions
 from hsdp.segment import Segment
 from hsdp.unit import State, Unit
+from hsdp.waits import Waits
 
 BUCKET_BYTES = 8 * 2**20  # a cross-reduce message large enough that the slow link's latency does not matter
 
@@ -41,10 +43,6 @@ class UnitState:
     backward_prefetch: list[Unit] | None = None
     in_forward: int = 0  # forwards of modules that use this unit and did not return
     running: int = 0  # backwards of this unit's module that began and did not end
-    missing: set[tuple[Segment, int]] = field(default_factory=set)  # gradients this backward still waits for
-    outstanding: int = 0  # reductions sent and not finished
-    sent: bool = False  # whether every reduction of this backward is sent
-    written: set[tuple[Segment, int]] = field(default_factory=set)  # direct slots reduced in this backward
 
 
 class Schedule:
@@ -59,13 +57,14 @@ class Schedule:
     def __init__(self, units: list[Unit], mesh: DeviceMesh, column: Column | None, salt: int) -> None:
         self.units, self.mesh, self.column = units, mesh, column
         self.states = {unit: UnitState(unit) for unit in units}
-        self._state_of = {segment: state for unit, state in self.states.items() for segment in unit.segments}
         self.hooks: list[Any] = []  # the module hooks that call this schedule, to hand them over to another one
         self.world: World | None = None  # where the mesh's ranks sit, by position in the mesh
         self.is_last_backward = True
         self.in_backward = False
         self.creates_graph = False  # whether the backward that runs is itself differentiable
         self.keeps_gathered = False  # nothing is released: a later backward goes through the graph of an earlier one
+        self.num_holds = 0  # nothing is released either: the user asked for it
+        self.waits = Waits(dist.get_rank(), mesh.mesh.flatten().tolist(), salt)
         self.replaced = Replaced()
         self.ignored: IgnoredGradients | None = None
         self.num_backwards = 0
@@ -74,13 +73,10 @@ class Schedule:
         self._order: list[Unit] = []  # units in the order of this forward
         self._last_order: list[Unit] = []  # and of the one before
         self._to_come: list[Unit] = []  # units whose backward is still to come, in forward order
-        self._reducing: deque[tuple[Pending, Segment, int]] = deque()
-        self._reducing_bytes = 0
+        self.reductions = Reductions(units, self.waits)
         for unit in units:
             unit.listener = self.gradient_ready
             self.watch_gradients(unit)
-        largest = max((unit.gathered_bytes for unit in units), default=0)
-        self.max_reducing_bytes = max(largest // 2, 1)
 
     def _tag_units(self, salt: int) -> None:
         tag = TAG_SPACE + (salt % 1024) * 2**20
@@ -124,9 +120,11 @@ class Schedule:
         if not self.in_backward:
             unit.unmark_outdated()
             self.watch_gradients(unit)
-        unit.finish_gather()
+        self.gather(unit)
         if self.in_backward:
             return
+        if self.num_holds:
+            return  # ranks may do different things now, which says nothing about the next step
         self.states[unit].in_forward += 1
         self._order.append(unit)
         chosen = self.states[unit].forward_prefetch
@@ -164,9 +162,25 @@ class Schedule:
                 self._release(unit)
             unit.exposed |= unit.state is State.GATHERED
 
+    def gather(self, unit: Unit) -> None:
+        """Gather `unit` now."""
+        with self.waits.during("gather", unit.name):
+            unit.finish_gather()
+
     def _release(self, unit: Unit) -> None:
-        if not self.keeps_gathered:
+        if not self.keeps_gathered and not self.num_holds:
             unit.release()
+
+    def hold(self) -> None:
+        """Gather every unit and release none, until as many calls of `let_go`: forwards then communicate nothing."""
+        self.num_holds += 1
+        for unit in self.units:
+            self.gather(unit)
+
+    def let_go(self) -> None:
+        self.num_holds -= 1
+        for unit in self.units:
+            self._release(unit)
 
     def watch_gradients(self, unit: Unit) -> None:
         """Learn of the gradients of the parameters that require one now; freezing changes what is reduced."""
@@ -198,9 +212,7 @@ class Schedule:
         if self.creates_graph:
             return
         self.gradients.begin()
-        for state in self.states.values():
-            state.missing = {(s, i) for s in state.unit.segments for i in s.grads.offsets}
-            state.outstanding, state.sent, state.written = 0, False, set()
+        self.reductions.begin(self.gradients)
 
     @property
     def gradients(self) -> Gradients:
@@ -217,7 +229,7 @@ class Schedule:
         self.enter_backward()
         state = self.states[unit]
         state.running += int(ends)
-        unit.finish_gather()
+        self.gather(unit)
         if unit in self._to_come:  # not so in a recomputation, and in a second backward through the same graph
             while self._to_come.pop() is not unit:
                 pass
@@ -240,7 +252,8 @@ class Schedule:
                 "torch.autograd.grad(outputs, inputs, create_graph=True), then backward() of the whole loss"
             )
         state = self.states[unit]
-        if state.sent:
+        reduction = self.reductions[unit]
+        if reduction.sent:
             raise RuntimeError(
                 f"parameter {segment.params[i].name!r} got a second gradient in one backward after its unit was "
                 "reduced; a module used twice needs torch.utils.checkpoint with use_reentrant=False"
@@ -252,14 +265,14 @@ class Schedule:
                 "tensors, or in tuples, lists, dicts or dataclasses"
             )
         self.gradients.used(segment)[i] = True
-        state.missing.discard((segment, i))
+        reduction.missing.discard((segment, i))
         if not unit.reduces:
             segment.keep_whole(i)
         elif segment.row.streaming and not segment.layout.slots[i].packed:
-            self._reduce_direct(state, segment, [i])
-        if not state.missing:
-            if unit.reduces and not state.sent:
-                self._reduce_rest(state)
+            self.reductions.send_direct(unit, segment, [i])
+        if not reduction.missing:
+            if unit.reduces and not reduction.sent:
+                self.reductions.send_rest(unit)
             self._release_if_done(state)
 
     def _release_if_done(self, state: UnitState) -> None:
@@ -268,86 +281,19 @@ class Schedule:
         One alone does not do: a branch that does not depend on the inputs may still run when their gradients are
         complete, and a frozen weight is still needed when the last trainable one has its gradient.
         """
-        done = state.running == 0 and not state.missing and state.unit not in self._to_come
+        missing = self.reductions[state.unit].missing
+        done = state.running == 0 and not missing and state.unit not in self._to_come
         if done and state.reshard_after_backward:
             self._release(state.unit)
-
-    # -- reductions --------------------------------------------------------------------------------------------------
-
-    def _reduce_direct(self, state: UnitState, segment: Segment, slots: list[int]) -> None:
-        region, holds_sums = self.gradients.region(segment), self.gradients.holds_sums(segment)
-        jobs, numel = [], 0
-        for i in slots:
-            job, used = segment.direct_job(i, region, holds_sums or (segment, i) in state.written)
-            self.gradients.used(segment)[i] |= used
-            state.written.add((segment, i))
-            jobs.append(job)
-            numel += job.full.numel()
-        tag = state.unit.tag + state.unit.num_tags + self._first_tag(state.unit, segment) + 1 + slots[0]
-        self._launch(state, segment, segment.row.reduce(jobs, tag), numel * segment.gathered_dtype.itemsize)
-
-    @staticmethod
-    def _first_tag(unit: Unit, segment: Segment) -> int:
-        return sum(len(s.params) + 1 for s in unit.segments[: unit.segments.index(segment)])
-
-    def _launch(self, state: UnitState, segment: Segment, pending: Pending, num_bytes: int) -> None:
-        state.outstanding += 1
-        self._reducing.append((pending, segment, num_bytes))
-        self._reducing_bytes += num_bytes
-        limit = self.max_reducing_bytes if segment.row.size > 1 else 0
-        while self._reducing and self._reducing_bytes > limit:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        pending, segment, num_bytes = self._reducing.popleft()
-        pending.drain()
-        self._reducing_bytes -= num_bytes
-        state = self._state_of[segment]
-        state.outstanding -= 1
-        self._check_reduced(state)
-
-    def _reduce_rest(self, state: UnitState) -> None:
-        """Send what was not sent as it appeared: packed slots, flags, and zeros for what got no gradient."""
-        for segment in state.unit.segments:
-            if not segment.grads.offsets:
-                continue
-            direct = [i for i in segment.grads.offsets if not segment.layout.slots[i].packed]
-            if segment.row.streaming:
-                for i in direct:
-                    if (segment, i) in state.missing:
-                        self._reduce_direct(state, segment, [i])
-            elif direct:
-                self._reduce_direct(state, segment, direct)
-            region, add = self.gradients.region(segment), self.gradients.holds_sums(segment)
-            used = self.gradients.used(segment)
-            for i in segment.grads.offsets:
-                used[i] |= segment.has_grad(i)
-            job = segment.packed_job(used, region, add)
-            tag = state.unit.tag + state.unit.num_tags + self._first_tag(state.unit, segment)
-            pending = segment.row.reduce([job], tag)
-            self._launch(state, segment, pending, job.full.numel() * job.full.element_size())
-        state.sent = True
-        self._check_reduced(state)
-
-    def _check_reduced(self, state: UnitState) -> None:
-        """Tell the gradients once every reduction of a unit has arrived."""
-        if state.sent and state.outstanding == 0:
-            for segment in state.unit.segments:
-                if segment.grads.offsets:
-                    self.gradients.segment_reduced(segment)
 
     # -- the end of a backward ---------------------------------------------------------------------------------------
 
     def _end_backward(self) -> None:
         """Autograd's engine is done with one call of backward."""
         if not self.creates_graph:
-            for unit in reversed(self.units):
-                state = self.states[unit]
-                if unit.reduces and not state.sent:
-                    self._reduce_rest(state)
-            while self._reducing:
-                self._finish_oldest()
-            self.gradients.finish()
+            self.reductions.finish()
+            with self.waits.during("cross-reduce", self.units[-1].name):
+                self.gradients.finish()
             if self.ignored is not None and self.units[-1].reduces and self.units[-1].cross_reduces:
                 self.ignored.reduce()
         self.reset()
@@ -358,9 +304,7 @@ class Schedule:
 
     def recover(self) -> None:
         """Forget a forward or backward that ended in an exception, and the gradients it got as far as."""
-        while self._reducing:
-            self._reducing.popleft()[0].drain()
-        self._reducing_bytes = 0
+        self.reductions.drop()
         for unit in self.units:
             for param in unit.params:
                 param.gathered.grad = param.whole = None
@@ -372,12 +316,13 @@ class Schedule:
     def reset(self) -> None:
         """Back to the state between two steps: nothing runs, nothing is gathered but what must stay so."""
         self.in_backward = False
+        self.reductions.end()
         if self.is_last_backward:  # otherwise forwards of other microbatches still wait for theirs
             self._to_come = []
             if self._order:
                 self._last_order, self._order = self._order, []
         for state in self.states.values():
-            state.in_forward, state.running, state.missing = 0, 0, set()
+            state.in_forward, state.running = 0, 0
             if state.reshard_after_backward:
                 self._release(state.unit)
             elif state.unit.state is State.GATHERING:

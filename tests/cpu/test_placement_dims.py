@@ -95,7 +95,9 @@ def test_modules_cut_in_different_ways() -> None:
 
 def refuse(rank: int, world: int) -> None:
     for wrong in (Shard(2), Shard(-3), 1, Replicate()):
-        with pytest.raises(ValueError, match=r"shard_placement_fn returned .* for parameter 'weight' of shape \(3, 2\)"):
+        with pytest.raises(
+            ValueError, match=r"shard_placement_fn returned .* for parameter 'weight' of shape \(3, 2\)"
+        ):
             hsdp.hybrid_shard(nn.Linear(2, 3), shard=2, shard_placement_fn=lambda p: wrong if p.ndim > 1 else None)  # noqa: B023
     with pytest.raises(ValueError, match="sharded dim"):
         hsdp.hybrid_shard(nn.Linear(2, 3), shard=2, shard_placement_fn=lambda p: Shard(rank) if p.ndim > 1 else None)

@@ -55,7 +55,7 @@ def test_the_policy_of_buffers() -> None:
         for seen, last in results:
             assert torch.equal(seen[3], last)
         assert not torch.equal(results[0][1], results[1][1])
-    first = [seen for seen, _ in results][0]
+    first = next(seen for seen, _ in results)
     alone = run_ranks(1, first_rank_alone, init_group=False)[0]
     for number in range(3):
         assert torch.allclose(first[number], alone[number], atol=1e-12)
@@ -108,7 +108,10 @@ def reduce_ignored(rank: int, world: int, defer: Any) -> dict[str, torch.Tensor]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             wrap(model, world, ignored_params=ignored, reduce_ignored=True)
-        assert {name for name, p in model.named_parameters() if isinstance(p, DTensor)} == {"inner.weight", "inner.bias"}
+        assert {name for name, p in model.named_parameters() if isinstance(p, DTensor)} == {
+            "inner.weight",
+            "inner.bias",
+        }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(3):
         for micro in range(3):

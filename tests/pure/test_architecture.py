@@ -30,9 +30,9 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "L0": ("tensors", "device", "layout", "precision", "control", "dtensors", "internals", "outdated"),
     "L1": ("placement", "topology", "collectives"),
     "L2": ("segment", "unit", "gradients", "buffers", "ignored"),
-    "L3": ("schedule", "hooks"),
+    "L3": ("waits", "reductions", "schedule", "hooks"),
     "L4": ("units", "materialize", "module", "wrap", "replicas", "accumulate", "describe", "api"),
-    "L5": ("clip", "checkpoint", "monitor", "draw"),
+    "L5": ("clip", "loss", "checkpoint", "monitor", "draw"),
     "package": ("__init__",),
     "L6": (
         *("integrations", "data", "model", "options", "progress", "runs"),
