@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -25,6 +26,12 @@ def like(template: torch.Tensor, local: torch.Tensor) -> DTensor:
     """
     assert isinstance(template, DTensor), f"expected a DTensor, got {type(template).__name__}"
     return DTensor(local, template._spec, requires_grad=False)
+
+
+def clone_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of its own with the same values, as plain a one as if it had just been made."""
+    with torch.no_grad():
+        return nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ from hsdp.schedule import Schedule
 from hsdp.tensors import find_tensors, map_tensors
 from hsdp.unit import Unit
 
+STATE = "_hsdp_state"  # the attribute of a wrapped module that holds its ModuleState
+
 
 class ModuleHooks:
     """The hooks of one wrapped module.
@@ -35,15 +37,22 @@ class ModuleHooks:
         self.precision = units[0].precision
         self.before_forward: Callable[[nn.Module], None] | None = None  # in training, before anything is gathered
         self._num_watched_inputs = 0  # in the forward that runs now
-        self._handles = [
+        self.methods: list[str] = []  # methods other than forward that gather as well
+        self.handles = [
             # The engine's bookkeeping is no part of a compiled graph; the module's own forward still is.
             module.register_forward_pre_hook(torch.compiler.disable(self.pre_forward), prepend=True, with_kwargs=True),
             module.register_forward_hook(torch.compiler.disable(self._forward_hook)),
         ]
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    @property
+    def ids(self) -> set[int]:
+        """Keys of these hooks in the module's dicts of hooks."""
+        return {handle.id for handle in self.handles}
+
+    @property
+    def own_attributes(self) -> set[str]:
+        """Attributes of the module that are here for sharding only."""
+        return {STATE, *self.methods}
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, cast the inputs, and watch for the moment when all their gradients are known."""
@@ -127,3 +136,4 @@ def wrap_method(module: nn.Module, name: str, hooks: ModuleHooks) -> None:
         return hooks.post_forward(method(*args, **kwargs))
 
     setattr(module, name, MethodType(wrapped, module))
+    hooks.methods.append(name)

@@ -10,22 +10,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from hsdp.hooks import ModuleHooks
+from hsdp.hooks import STATE, ModuleHooks
 from hsdp.schedule import Schedule, UnitState
 from hsdp.unit import Unit
-
-_STATE = "_hsdp_state"
 
 
 @dataclass(eq=False)
 class ModuleState:
-    """What hangs on a wrapped module."""
+    """What hangs on a wrapped module.
+
+    Attributes:
+        copier: makes a deep copy of the module; it wraps modules itself, so it stands above this one.
+    """
 
     unit: Unit
     hooks: ModuleHooks
+    copier: Callable[[Any, dict[Any, Any]], Any]
 
     @property
     def schedule(self) -> Schedule:
@@ -140,6 +144,13 @@ class HSDPModule(FSDPModule):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """`.to()`, `.float()` and the like work on the shards; what changes their dtype or device is refused."""
         states = list(self._states(recurse=True))
+        for segment in (segment for state in states for segment in state.unit.segments):
+            found = fn(torch.empty(0, dtype=segment.dtype, device=segment.shard.device))
+            if (found.dtype, found.device) != (segment.dtype, segment.shard.device):
+                raise ValueError(
+                    f"parameter {segment.params[0].name!r} is sharded as {segment.dtype} on {segment.shard.device} and "
+                    f"cannot become {found.dtype} on {found.device}; change dtype or device before wrapping"
+                )
         for state in states:
             state.unit.release()
         result = nn.Module._apply(self, fn, recurse)  # type: ignore[arg-type]
@@ -147,6 +158,20 @@ class HSDPModule(FSDPModule):
             for segment in state.unit.segments:
                 segment.adopt()
         return result
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ValueError(
+            f"{type(self).__name__} cannot be pickled: it belongs to process groups; save model.state_dict() with "
+            "torch.distributed.checkpoint, or get_model_state_dict(model, full_state_dict=True)"
+        )
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        return state_of(self).copier(self, memo)
+
+    def __copy__(self) -> Any:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
 
     def _states(self, recurse: bool) -> Iterator[ModuleState]:
         for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
@@ -163,22 +188,34 @@ def _units_of(modules: list[FSDPModule]) -> list[Unit]:
 
 def state_of(module: Any) -> ModuleState:
     """The state of a wrapped module."""
-    state = module.__dict__.get(_STATE)
+    state = module.__dict__.get(STATE)
     if state is None:
         raise ValueError(f"{type(module).__name__} was not wrapped by hsdp.hybrid_shard or hsdp.fully_shard")
     assert isinstance(state, ModuleState)
     return state
 
 
-def become(module: nn.Module, state: ModuleState) -> None:
-    """Give `module` its new class and its state."""
+def attach(module: nn.Module, state: ModuleState) -> ModuleHooks:
+    """Give `module` its new class, its state, and hooks for state dicts."""
     old = type(module)
-    module.__class__ = type(f"HSDP{old.__name__}", (HSDPModule, old), {"__deepcopy__": _refuse_deepcopy})
-    module.__dict__[_STATE] = state
+    module.__class__ = type(f"HSDP{old.__name__}", (HSDPModule, old), {})
+    module.__dict__[STATE] = state
+    state.schedule.hooks.append(state.hooks)
 
+    def to_sharded(module: nn.Module, *_: Any) -> None:
+        state_of(module).unit.release()
 
-def _refuse_deepcopy(self: Any, memo: Any) -> NoReturn:
-    raise ValueError("a wrapped module cannot be deep-copied; copy the model first, then wrap the copy")
+    def adopt(module: nn.Module, _: Any) -> None:
+        for each in state_of(module).hooks.units:
+            for segment in each.segments:
+                segment.adopt()
+
+    state.hooks.handles += [
+        module.register_state_dict_pre_hook(to_sharded),
+        module.register_load_state_dict_pre_hook(to_sharded),
+        module.register_load_state_dict_post_hook(adopt),
+    ]
+    return state.hooks
 
 
 def wrapped_modules(model: nn.Module) -> list[HSDPModule]:

@@ -11,6 +11,7 @@ and a unit always reduces all its trainable parameters, whatever happened in bac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,14 @@ class UnitState:
     in_forward: int = 0  # forwards of modules that use this unit and did not return
     running: int = 0  # backwards of this unit's module that began and did not end
 
+    def take_settings(self, other: UnitState, counterparts: Mapping[Unit, Unit]) -> None:
+        """What the user has set for another one; units it names become their counterparts."""
+        self.reshard_after_forward = other.reshard_after_forward
+        self.reshard_after_backward = other.reshard_after_backward
+        for name in ("forward_prefetch", "backward_prefetch"):
+            named = getattr(other, name)
+            setattr(self, name, None if named is None else [counterparts[u] for u in named if u in counterparts])
+
 
 class Schedule:
     """One schedule for a root module and all units below it.
@@ -55,7 +64,8 @@ class Schedule:
     """
 
     def __init__(self, units: list[Unit], mesh: DeviceMesh, column: Column | None, salt: int) -> None:
-        self.units, self.mesh, self.column = units, mesh, column
+        self.units, self.mesh, self.column, self.salt = units, mesh, column, salt
+        self.num_copies = 0  # deep copies made of it
         self.states = {unit: UnitState(unit) for unit in units}
         self.hooks: list[Any] = []  # the module hooks that call this schedule, to hand them over to another one
         self.world: World | None = None  # where the mesh's ranks sit, by position in the mesh
@@ -89,11 +99,9 @@ class Schedule:
     def take_over(self, old: Schedule) -> None:
         """Go on where `old` was for its units: its settings, its hooks."""
         self.replaced.take(old.replaced)
+        same = {unit: unit for unit in self.units}
         for unit, state in old.states.items():
-            mine = self.states[unit]
-            mine.reshard_after_forward = state.reshard_after_forward
-            mine.reshard_after_backward = state.reshard_after_backward
-            mine.forward_prefetch, mine.backward_prefetch = state.forward_prefetch, state.backward_prefetch
+            self.states[unit].take_settings(state, same)
         for hooks in old.hooks:
             hooks.schedule, hooks.is_root = self, False
             self.hooks.append(hooks)

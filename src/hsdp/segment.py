@@ -89,6 +89,11 @@ def front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return tensor.movedim(dim, 0) if dim else tensor
 
 
+def front_shape(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """`shape` with `dim` moved to the front."""
+    return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if dim else tuple(shape)
+
+
 def back(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """The opposite of `front`."""
     return tensor.movedim(0, dim) if dim else tensor
@@ -102,7 +107,7 @@ class Segment:
         self.params, self.row, self.precision, self.mesh = params, row, precision, mesh
         self.dtype, self.gathered_dtype = first.dtype, params[0].gathered_dtype or first.dtype
         self.sum_dtype = sum_dtype(self.dtype)
-        shapes = [front(p.sharded, p.dim).shape for p in params]
+        shapes = [front_shape(p.sharded.shape, p.dim) for p in params]
         self.layout = plan_segment(shapes, row.size, self.gathered_dtype.itemsize)
         self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=device)
         # With one rank in the row and no cast the shard is the gathered buffer: nothing to move, nothing to free.
@@ -165,10 +170,13 @@ class Segment:
                 self._unpacked_source.append(message[:, start : start + slot.chunk])
 
     def _take(self, i: int, param: Param) -> None:
-        """Copy this rank's rows of the user's parameter into the shard, and put the sharded form in its place."""
+        """Copy this rank's rows of the user's parameter into the shard, and put the sharded form in its place.
+
+        A parameter that is sharded already, of a model that is being copied, brings its rows along.
+        """
         slot, source = self.layout.slots[i], param.sharded
-        rank, rows = self.row.rank, front(source.detach(), param.dim)
-        if slot.shape:
+        rank, rows = self.row.rank, front(local_of(source.detach()), param.dim)
+        if slot.shape and not isinstance(source, DTensor):
             start = min(rank * slot.chunk_rows, slot.rows)
             rows = rows[start : start + slot.rows_of(rank)]
         local = self.local_rows(i)

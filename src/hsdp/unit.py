@@ -54,6 +54,7 @@ class Unit:
         device: torch.device,
     ) -> None:
         self.name, self.modules, self.mesh, self.precision, self.row = name, modules, mesh, precision, row
+        self.device = device
         groups: dict[tuple[torch.dtype, torch.dtype], list[Param]] = {}
         for param in params:
             dtype = param.sharded.dtype

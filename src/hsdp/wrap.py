@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor, Shard
 from hsdp.buffers import POLICIES, broadcast_buffers, place_buffers
 from hsdp.collectives import Column, make_column, make_row
 from hsdp.control import exchange_over_mesh, first_difference
+from hsdp.copying import deepcopy_wrapped
 from hsdp.device import DeviceHandle
 from hsdp.hooks import ModuleHooks
 from hsdp.ignored import IgnoredGradients
 from hsdp.materialize import Init, materialize
-from hsdp.module import HSDPModule, ModuleState, become, state_of
+from hsdp.module import HSDPModule, ModuleState, attach, state_of
 from hsdp.outdated import Replaced
 from hsdp.precision import Precision
 from hsdp.schedule import Schedule
@@ -155,7 +156,8 @@ def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: i
         schedule.states[unit].reshard_after_forward = options.reshard_after_forward
         needs = [unit, *(units[id(tie)] for tie in plan.ties), *plan.foreign_ties]
         for module in plan.modules:
-            _attach(module, schedule, unit, needs, is_root=plan is plans[-1])
+            hooks = ModuleHooks(module, schedule, needs, is_root=plan is plans[-1])
+            attach(module, ModuleState(unit, hooks, deepcopy_wrapped))
     return schedule
 
 
@@ -185,25 +187,6 @@ def _refresh(plan: UnitPlan) -> None:
         assert current is not None, f"parameter {param.name!r} vanished"
         param.sharded = current
         param.show(current)
-
-
-def _attach(module: nn.Module, schedule: Schedule, unit: Unit, needs: list[Unit], is_root: bool) -> None:
-    hooks = ModuleHooks(module, schedule, needs, is_root)
-    schedule.hooks.append(hooks)
-    become(module, ModuleState(unit, hooks))
-
-    def to_sharded(module: nn.Module, *_: Any) -> None:
-        state_of(module).unit.release()
-
-    module.register_state_dict_pre_hook(to_sharded)
-    module.register_load_state_dict_pre_hook(to_sharded)
-
-    def adopt(module: nn.Module, _: Any) -> None:
-        for each in state_of(module).hooks.units:
-            for segment in each.segments:
-                segment.adopt()
-
-    module.register_load_state_dict_post_hook(adopt)
 
 
 def settle_rest(modules: Sequence[nn.Module], schedule: Schedule, mesh: DeviceMesh, options: Options) -> None:

@@ -31,7 +31,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "L1": ("placement", "topology", "collectives"),
     "L2": ("segment", "unit", "gradients", "buffers", "ignored"),
     "L3": ("waits", "reductions", "schedule", "hooks"),
-    "L4": ("units", "materialize", "module", "wrap", "replicas", "accumulate", "describe", "api"),
+    "L4": ("units", "materialize", "module", "copying", "wrap", "replicas", "accumulate", "describe", "api"),
     "L5": ("clip", "loss", "checkpoint", "monitor", "draw"),
     "package": ("__init__",),
     "L6": (
