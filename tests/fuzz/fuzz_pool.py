@@ -1,0 +1,96 @@
+"""Rank processes that stay up between cases: a case goes to them through a store, what came out comes back likewise.
+
+    with Pool(4) as pool:
+        pool.run(case)      # what each rank found, or an error of all ranks as text
+
+One pool a world size. A case that fails ends its ranks, since their groups may be stuck; the next case gets new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+from fuzz_cases import Case, train
+from harness import RankError, run_ranks
+from harness_rank import dump, load
+from models import digest
+
+CASE_TIMEOUT_S = 120
+LIFETIME_S = 3600
+RENEW_AFTER = 100  # cases: every one leaves the groups of its mesh behind
+
+
+def serve(rank: int, world: int, port: int) -> None:
+    """In a rank: cases until told to end."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=LIFETIME_S))
+    number = 0
+    while (case := load(store.get(f"case {number}"))) is not None:
+        found = train(case, rank)
+        answer = {"digest": digest(found), "found": found if rank == 0 else None}
+        store.set(f"answer {number} {rank}", dump(answer))
+        number += 1
+
+
+class Pool:
+    """See the module's docstring."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._thread: threading.Thread | None = None
+        self._error: RankError | None = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, case: Case) -> list[dict[str, Any]]:
+        """The answers of all ranks.
+
+        Raises:
+            RankError: a rank failed.
+        """
+        assert case.world == self.world
+        if self._thread is None or self._number >= RENEW_AFTER:
+            self.close()
+            self._start()
+        self._store.set(f"case {self._number}", dump(case))
+        keys = [f"answer {self._number} {rank}" for rank in range(self.world)]
+        deadline = time.monotonic() + CASE_TIMEOUT_S
+        assert self._thread is not None
+        while not self._store.check(keys):
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                self._thread.join()
+                self._thread = None
+                assert self._error is not None, "the ranks ended without an answer"
+                raise self._error
+            time.sleep(0.002)
+        answers = [load(self._store.get(key)) for key in keys]
+        self._number += 1
+        return answers
+
+    def _start(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._number, self._error = 0, None
+        self._thread = threading.Thread(target=self._keep_up, name=f"fuzz ranks, {self.world}", daemon=True)
+        self._thread.start()
+
+    def _keep_up(self) -> None:
+        try:
+            run_ranks(self.world, serve, self._store.port, timeout_s=LIFETIME_S, grace_s=2)
+        except RankError as error:
+            self._error = error
+
+    def close(self) -> None:
+        """End the ranks."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"case {self._number}", dump(None))
+            thread.join()
