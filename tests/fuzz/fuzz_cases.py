@@ -35,7 +35,7 @@ class Layer:
 
     kind: str = "linear"
     width: int = 7
-    frozen: bool = False
+    frozen: str = "none"  # "none", the "first" half of the parameters, or "all"
     use: str = "all"
 
 
@@ -51,6 +51,7 @@ class Case:
     adam: bool = False
     clip: bool = False
     evaluate: bool = False  # between microbatches
+    lone: bool = False  # a forward whose backward never comes before every optimizer step
     recompute: bool = False  # activation checkpointing around every layer
     seed: int = 0
 
@@ -67,7 +68,7 @@ layers = st.builds(
     Layer,
     kind=st.sampled_from(KINDS),
     width=st.sampled_from(WIDTHS),
-    frozen=st.sampled_from((False, False, False, True)),
+    frozen=st.sampled_from(("none", "none", "first", "all")),
     use=st.sampled_from(USES),
 )
 deferrals = st.lists(st.sampled_from(("plain", "cross-reduce", "reduce")), max_size=2)
@@ -83,6 +84,7 @@ cases = st.builds(
     adam=st.booleans(),
     clip=st.booleans(),
     evaluate=st.booleans(),
+    lone=st.booleans(),
     recompute=st.sampled_from((False, False, True)),
     seed=st.integers(0, 3),
 )
@@ -120,8 +122,9 @@ class FuzzLayer(nn.Module):
             self.outputs = tie.shape[0]
         if layer.kind == "narrow":
             self.linear.float()
-        if layer.frozen and layer.kind != "tied":
-            self.requires_grad_(False)
+        own = list(self.parameters()) if layer.kind != "tied" else []
+        for param in {"none": [], "first": own[: max(1, len(own) // 2)], "all": own}[layer.frozen]:
+            param.requires_grad_(False)
 
     def forward(self, x: Tensor, part: int) -> Tensor:
         if self.kind in ("linear", "bare"):
@@ -227,7 +230,11 @@ def train(case: Case, rank: int | None) -> dict[str, Tensor]:
         for name, param in model.named_parameters():
             if param.grad is not None:
                 found[f"{step} grad {name}"] = full(param.grad)
+        if case.lone:
+            model(batch(case, 0, 0)[0], 1)
         optimizer.step()
+        if case.lone:
+            found[f"{step} output after a lone forward"] = model(batch(case, 0, 0)[0], 1).detach().clone()
         if case.zero != "never":
             optimizer.zero_grad(set_to_none=case.zero == "none")
     found.update((name, full(param)) for name, param in model.named_parameters())

@@ -20,7 +20,7 @@ from harness import RankError, run_ranks
 from harness_rank import dump, load
 from models import digest
 
-CASE_TIMEOUT_S = 120
+CASE_TIMEOUT_S = 60
 LIFETIME_S = 3600
 RENEW_AFTER = 100  # cases: every one leaves the groups of its mesh behind
 
@@ -55,6 +55,7 @@ class Pool:
 
         Raises:
             RankError: a rank failed.
+        TimeoutError: they did not answer.
         """
         assert case.world == self.world
         if self._thread is None or self._number >= RENEW_AFTER:
@@ -65,11 +66,13 @@ class Pool:
         deadline = time.monotonic() + CASE_TIMEOUT_S
         assert self._thread is not None
         while not self._store.check(keys):
-            if not self._thread.is_alive() or time.monotonic() > deadline:
-                self._thread.join()
+            if not self._thread.is_alive():
                 self._thread = None
                 assert self._error is not None, "the ranks ended without an answer"
                 raise self._error
+            if time.monotonic() > deadline:
+                self._thread = None  # its ranks end with this process at the latest
+                raise TimeoutError(f"no answer within {CASE_TIMEOUT_S} s to {case}")
             time.sleep(0.002)
         answers = [load(self._store.get(key)) for key in keys]
         self._number += 1
@@ -83,7 +86,7 @@ class Pool:
 
     def _keep_up(self) -> None:
         try:
-            run_ranks(self.world, serve, self._store.port, timeout_s=LIFETIME_S, grace_s=2)
+            run_ranks(self.world, serve, self._store.port, timeout_s=LIFETIME_S, group_timeout_s=15, grace_s=2)
         except RankError as error:
             self._error = error
 

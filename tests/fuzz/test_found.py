@@ -1,0 +1,38 @@
+"""Named cases: corners that broken engines were seen to get wrong, in their smallest form, and what fuzzing finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fuzz_cases import Case, Layer
+from fuzz_pool import Pool
+from test_fuzz import check_case
+
+CASES = {
+    "one rank alone": Case(mesh=(1, 1)),
+    "no rows on some ranks, cut along the last dim": Case((Layer("linear", 2),), (1, 4), last_dim=True, adam=True),
+    "used by some ranks only, deferred": Case((Layer("branch", use="some"),), (2, 2), micro=("reduce", "plain")),
+    "a frozen weight is still needed when the last gradient is there": Case(
+        (Layer("linear", 64), Layer("residual", 300, frozen="first")), (2, 2), wrap="every layer", reshard=True
+    ),
+    "weights change after a lone forward": Case((Layer("linear", 300),), (1, 2), reshard=False, lone=True),
+    "tied across units": Case((Layer("bare", 6), Layer("tied"), Layer("tied")), (2, 2), wrap="every layer", clip=True),
+    "never cleared, deferred in turn": Case(
+        (Layer("twice", 131), Layer("scalar")), (4, 1), micro=("cross-reduce", "plain", "reduce", "plain"), zero="never"
+    ),
+    "recomputed, in two dtypes": Case((Layer("narrow", 64), Layer("norm")), (1, 3), wrap="bottom-up", recompute=True),
+}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Pool]]:
+    pools = {world: Pool(world) for world in (1, 2, 3, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_found(pools: dict[int, Pool], name: str) -> None:
+    check_case(CASES[name], pools)
