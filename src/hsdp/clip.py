@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hsdp.dtensors import local_of
+from hsdp.precision import sum_dtype
 
 
 def clip_grad_norm_(
@@ -23,7 +25,9 @@ def clip_grad_norm_(
     """Scale gradients so that their norm over the whole model is at most `max_norm`; return the norm before that.
 
     One pass over the local gradients and one scalar all-reduce inside the row: the rows hold equal gradients, so
-    summing over all ranks would count everything `replicate` times.
+    summing over all ranks would count everything `replicate` times. Gradients of plain parameters beside sharded ones
+    count once too. Where nobody reduces them they may differ between ranks; then their mean over the ranks counts (of
+    `|g|^p`; the largest for inf), so that every rank still scales by the same number.
 
     Returns:
         the global norm, a 0-dim plain tensor, the same on every rank.
@@ -33,13 +37,14 @@ def clip_grad_norm_(
             finite.
         ValueError: a gradient is still a sum inside `hsdp.accumulate`.
     """
-    grads = [param.grad for param in _params(model_or_params) if param.grad is not None]
+    params = _params(model_or_params)
+    grads = [param.grad for param in params if param.grad is not None]
     if any(isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements) for grad in grads):
         raise ValueError(
             "a gradient is not reduced yet: it is the sum so far of microbatches inside hsdp.accumulate; "
             "clip after the backward of the last microbatch, outside of it"
         )
-    norm = _global_norm(grads, float(norm_type))
+    norm = _global_norm(params, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}; they were not clipped")
     # torch's own clipping, on the local parts: each rank scales what it holds by the same number.
@@ -60,41 +65,50 @@ def _params(model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor]) 
     return [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
 
 
-def _global_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _global_norm(params: list[torch.Tensor], order: float) -> torch.Tensor:
     """Norm over everything; sharded gradients are completed over the axes they are sharded on, others count once."""
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[torch.Tensor]] = {}
-    for grad in grads:
-        axes = (
-            tuple(i for i, p in enumerate(grad.placements) if isinstance(p, Shard)) if isinstance(grad, DTensor) else ()
-        )
-        key = (grad.device_mesh, axes) if isinstance(grad, DTensor) and axes else None
-        groups.setdefault(key, []).append(local_of(grad))
-    norms = [_group_norm(key, group, norm_type) for key, group in groups.items()]
-    if not norms:
+    plain = [param for param in params if not isinstance(param, DTensor) and param.requires_grad]
+    meshes = {param.device_mesh: None for param in params if isinstance(param, DTensor)}
+    for grad in (param.grad for param in params if isinstance(param.grad, DTensor)):
+        axes = tuple(axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate())
+        groups.setdefault((grad.device_mesh, axes) if axes else None, []).append(local_of(grad))
+    powers = []
+    for key, group in groups.items():
+        power = _local_power(group, order)
+        powers.append(_over_axes(power, key[0], key[1], order) if key is not None else power)
+    if plain:
+        # Whether anything is plain is the same on every rank, unlike which of them got a gradient.
+        power = _local_power([param.grad for param in plain if param.grad is not None], order, plain[0])
+        for mesh in sorted(meshes, key=lambda mesh: mesh.size())[-1:]:
+            power = _over_axes(power.to(mesh.device_type), mesh, range(mesh.ndim), order)
+            power = power if order == inf else power / mesh.size()
+        powers.append(power)
+    if not powers:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    stacked = torch.stack([power.to(powers[0].device) for power in powers])
+    return stacked.max() if order == inf else stacked.sum() ** (1.0 / order)
 
 
-def _group_norm(
-    key: tuple[DeviceMesh, tuple[int, ...]] | None, grads: list[torch.Tensor], norm_type: float
-) -> torch.Tensor:
+def _local_power(grads: list[torch.Tensor], order: float, like: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of `|g|^order` over what this rank holds, the largest `|g|` for inf."""
+    like = grads[0] if like is None else like
     # A rank may hold no rows of anything; its part of a sum or maximum of absolute values is zero.
     filled = [grad for grad in grads if grad.numel()]
-    norm = (
-        get_total_norm(filled, norm_type) if filled else torch.zeros((), dtype=grads[0].dtype, device=grads[0].device)
-    )
-    if key is None:
-        return norm
-    mesh, axes = key
-    largest = norm_type == float("inf")
-    power = norm if largest else norm**norm_type
+    norm = get_total_norm(filled, order) if filled else torch.zeros((), device=like.device)
+    norm = norm.to(sum_dtype(like.dtype))
+    return norm if order == inf else norm**order
+
+
+def _over_axes(power: torch.Tensor, mesh: DeviceMesh, axes: Iterable[int], order: float) -> torch.Tensor:
+    """The sum over the ranks of these axes, the largest for inf; the same on every one of them."""
     for axis in axes:
         group = mesh.get_group(axis)
-        if not largest:
+        if order != inf:
             dist.all_reduce(power, group=group)
             continue
         # Not all_reduce(MAX): gloo compares with "<", which loses a nan or not depending on the rank that has it.
-        norms = [torch.empty_like(power) for _ in range(group.size())]
-        dist.all_gather(norms, power, group=group)
-        power = torch.stack(norms).max()
-    return power if largest else power ** (1.0 / norm_type)
+        each = [torch.empty_like(power) for _ in range(group.size())]
+        dist.all_gather(each, power, group=group)
+        power = torch.stack(each).max()
+    return power

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import check
 from harness import run_ranks
 from models import TOLERANCE, Recipe, assert_close, batch, build, full, loss_of
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import hsdp
 
@@ -146,6 +148,74 @@ def test_plain_parameters_beside_sharded_ones_count_once() -> None:
         for order, (norm, grads) in want.items():
             assert result[order][0] == pytest.approx(norm, rel=1e-13), order
             assert_close(result[order][1], grads, TOLERANCE[FP64], f"order {order}: gradient")
+
+
+class Spread(nn.Module):
+    """Parameters of every kind: sharded over one mesh and over another one, a DTensor that is replicated, plain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 5)
+        self.replicated = nn.Parameter(torch.linspace(1, 2, 5))
+        self.plain = nn.Parameter(torch.linspace(2, 3, 5))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * local(self.replicated) * self.plain * self.frozen
+
+
+def spread(world: int) -> Spread:
+    torch.manual_seed(0)
+    model = Spread().double()
+    if world > 1:
+        mesh = hsdp.init_mesh(replicate=2, shard=2)
+        line = init_device_mesh("cpu", (world,))
+        hsdp.fully_shard(model.first, mesh=mesh)
+        hsdp.fully_shard(model.second, mesh=line)
+        model.replicated = nn.Parameter(DTensor.from_local(model.replicated.data, line, [Replicate()]))
+    return model
+
+
+def clip_spread(rank: int, world: int, order: float) -> dict[str, Tensor]:
+    model = spread(world)
+    x = torch.arange(12.0, dtype=FP64).view(2, 6)
+    model(x).pow(2).mean().backward()
+    if world > 1:  # what a user does who keeps it replicated
+        model.replicated.grad = DTensor.from_local(
+            local(model.replicated.grad), model.second.weight.device_mesh, [Replicate()]
+        )
+    clip = hsdp.clip_grad_norm_ if world > 1 else torch.nn.utils.clip_grad_norm_
+    return {"norm": clip(model.parameters(), 0.1, norm_type=order)} | full_grads(model)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_kind_of_parameter_counts_once(order: float) -> None:
+    check(clip_spread, order, atol=1e-12)
+
+
+def clip_unequal(rank: int, world: int, order: float) -> dict[str, Any]:
+    """A plain parameter that nobody reduces, with another gradient on every rank, on one rank none."""
+    model = spread(world)
+    model(torch.arange(12.0, dtype=FP64).view(2, 6)).pow(2).mean().backward()
+    model.plain.grad = None if rank == 2 else torch.full((5,), 10.0 * (rank + 1), dtype=FP64)
+    norm = hsdp.clip_grad_norm_([*model.first.parameters(), model.plain], 0.1, norm_type=order)
+    sharded = hsdp.clip_grad_norm_(model.first, 1e9, norm_type=order)
+    model.plain.grad = torch.full((5,), math.nan if rank == 1 else 1.0, dtype=FP64)
+    with pytest.raises(RuntimeError, match="they were not clipped"):
+        hsdp.clip_grad_norm_([*model.first.parameters(), model.plain], 0.1, norm_type=order, error_if_nonfinite=True)
+    return {"norm": norm.item(), "sharded": sharded.item()}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_one_number_also_where_plain_gradients_differ(order: float) -> None:
+    results = run_ranks(4, clip_unequal, order)
+    assert all(result == results[0] for result in results)
+    found, left = results[0]["norm"], results[0]["sharded"] * results[0]["norm"] / 0.1  # before it was scaled
+    if order == math.inf:
+        assert found == pytest.approx(max(left, 40.0), rel=1e-5)
+    else:
+        plain = sum(5 * (10.0 * (rank + 1)) ** order for rank in (0, 1, 3)) / 4
+        assert found == pytest.approx((left**order + plain) ** (1 / order), rel=1e-5)
 
 
 def clip_what_is_given(rank: int, world: int) -> dict[str, Any]:
