@@ -105,7 +105,7 @@ class FuzzLayer(nn.Module):
             self.linear = nn.Linear(inputs, width, bias=layer.kind != "bare")
             self.outputs = width
         elif layer.kind == "norm":
-            self.norm = nn.LayerNorm(inputs)
+            self.norm = nn.LayerNorm(inputs, eps=0.1)  # a small eps amplifies rounding up to 300 times
         elif layer.kind == "scalar":
             self.factor = nn.Parameter(torch.tensor(0.8))
         elif layer.kind == "single":
@@ -184,9 +184,8 @@ def wrap(model: FuzzModel, case: Case) -> None:
     options: dict[str, Any] = {"reshard_after_forward": case.reshard, "shard_placement_fn": placement, "timeout_s": 20}
     if case.wrap.startswith("bottom-up"):
         mesh = hsdp.init_mesh(replicate=case.mesh[0], shard=case.mesh[1])
-        for layer in model.layers if case.wrap == "bottom-up" else []:
-            if any(True for _ in layer.parameters()):
-                hsdp.fully_shard(layer, mesh=mesh, **options)
+        for layer in [*model.layers, model.head] if case.wrap == "bottom-up" else []:
+            hsdp.fully_shard(layer, mesh=mesh, **options)
         hsdp.fully_shard(model, mesh=mesh, **options)
     else:
         units = {"auto": None, "root": FuzzModel, "every layer": FuzzLayer, "linear": nn.Linear}[case.wrap]
