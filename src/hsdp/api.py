@@ -79,7 +79,7 @@ def hybrid_shard(
     )  # fmt: skip
 
     def plan() -> list[UnitPlan]:
-        _check_not_wrapped(model)
+        _check_can_be_wrapped(model, set(ignored_params or ()))
         return plan_units(choose_units(model, units), ignored_params or ())
 
     _wrap([model], plan, mesh, options)
@@ -92,7 +92,7 @@ def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacement | None = None,
     mp_policy: Precision | MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -106,34 +106,38 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered together.
         mesh: 1-D to shard, 2-D (replicate, shard) to do both; default: 1-D over the world.
-        reshard_after_forward, shard_placement_fn, ignored_params, sync_replicas, init, timeout_s: see `hybrid_shard`.
+        reshard_after_forward: see `hybrid_shard`. A number of ranks, to keep cut over so many, is taken as True.
+        shard_placement_fn, ignored_params, sync_replicas, timeout_s: see `hybrid_shard`.
+        init: see `hybrid_shard`. Without it, what is on the meta device stays there until the user calls `to_empty()`
+            and initialises it, or loads a state dict with `assign=True`.
         mp_policy: a `Precision`, or torch's `MixedPrecisionPolicy`.
-        offload_policy: only its default so far.
+        offload_policy: only its default so far; on CPU any, for parameters are in host memory anyway.
 
     Returns:
-        the module or list of modules that was given, wrapped in place.
+        what was given, wrapped in place.
 
-    Raises:
-        ValueError: see `hybrid_shard`.
+    Raises: ValueError, see `hybrid_shard`.
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     if mesh is None:
-        mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
     options = Options(
         _precision_of(mp_policy),
-        reshard_after_forward,
+        None if reshard_after_forward is None else bool(reshard_after_forward),
         sync_replicas,
         timeout_s,
         init,
         shard_placement_fn,
         ignored_params or (),
+        keep_meta=init is None,
     )
 
     if mesh.ndim not in (1, 2):  # every rank holds the same mesh
         raise ValueError(f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; fully_shard takes 1 or 2")
 
     def plan() -> list[UnitPlan]:
-        if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+        offloads = offload_policy is not None and type(offload_policy) is not OffloadPolicy
+        if offloads and mesh.device_type != "cpu":
             raise ValueError(f"offload_policy={offload_policy!r}: offloading is not supported")
         for one in modules:
             if isinstance(one, (nn.ModuleList, nn.ModuleDict)):
@@ -149,15 +153,16 @@ def fully_shard(
 def _wrap(modules: Sequence[nn.Module], plan: Callable[[], list[UnitPlan]], mesh: DeviceMesh, options: Options) -> None:
     """The part that both entry points share. A mistake on any rank is the same error on all of them."""
     problem, plans = None, []
-    try:
-        plans = plan()
-        check_plans(modules[0], plans, options)
-    except ValueError as error:
-        problem = str(error)
-    agree(problem, mesh)
-    salt = check_equal(plans, mesh, options)
-    schedule = build(plans, mesh, options, salt)
-    settle_rest(modules, schedule, mesh, options)
+    with torch.device("cpu"):  # the user may wrap inside `with torch.device("meta")`; that is for the model alone
+        try:
+            plans = plan()
+            check_plans(plans, mesh, options)
+        except ValueError as error:
+            problem = str(error)
+        agree(problem, mesh)
+        salt = check_equal(plans, mesh, options)
+        schedule = build(plans, mesh, options, salt)
+        settle_rest(modules, schedule, mesh, options)
 
 
 def _resolve_mesh(mesh: DeviceMesh | tuple[int, int] | None, replicate: Any, shard: Any) -> DeviceMesh:
@@ -172,7 +177,9 @@ def _resolve_mesh(mesh: DeviceMesh | tuple[int, int] | None, replicate: Any, sha
     return init_mesh(replicate=mesh[0], shard=mesh[1])
 
 
-def _check_not_wrapped(model: nn.Module) -> None:
+def _check_can_be_wrapped(model: nn.Module, ignored: set[nn.Parameter]) -> None:
+    if all(param in ignored for param in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters to shard")
     for name, module in model.named_modules():
         if isinstance(module, HSDPModule):
             where = f"its module {name!r}" if name else "it"

@@ -22,7 +22,7 @@ def place_buffers(model: nn.Module, device: torch.device, precision: Precision) 
     """Move all buffers to the device and cast them."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and not isinstance(buffer, DTensor):
+            if buffer is not None and not isinstance(buffer, DTensor) and not buffer.is_meta:
                 moved = buffer.to(device)
                 module._buffers[name] = cast_floats(moved, precision.buffer) if precision.buffer is not None else moved
 
@@ -31,7 +31,7 @@ def broadcast_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give every rank the buffers of the mesh's first rank: one message a dtype and axis."""
     buffers: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in dict.fromkeys(model.buffers()):
-        if not isinstance(buffer, DTensor) and buffer.numel():
+        if not isinstance(buffer, DTensor) and buffer.numel() and not buffer.is_meta:
             buffers.setdefault(buffer.dtype, []).append(buffer)
     for same in buffers.values():
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import copy
 import zlib
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from hsdp.dtensors import clone_parameter
+from hsdp.dtensors import clone_parameter, local_of
 from hsdp.hooks import ModuleHooks, wrap_method
 from hsdp.module import HSDPModule, ModuleState, attach, state_of
 from hsdp.schedule import Schedule
-from hsdp.segment import Param
 from hsdp.unit import Unit
 
 _COPIED = "hsdp: wrapped modules copied so far"  # a key in deepcopy's memo, which otherwise holds ids
@@ -89,7 +89,9 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
         owners = [(memo[id(module)], attribute) for module, attribute in param.owners if id(module) in memo]
         first, attribute = owners[0]
         sharded = first._parameters[attribute]
-        params.append(Param(param.name, owners, sharded, param.dim, param.gathered_dtype))
+        copied = replace(param, owners=owners, sharded=sharded)
+        copied.local = local_of(sharded)
+        params.append(copied)
     modules = tuple(memo[id(module)] for module in unit.modules)
     new = Unit(unit.name, modules, params, unit.mesh, unit.row, unit.precision, unit.device)
     new.reduces, new.cross_reduces, new.divide_factor = unit.reduces, unit.cross_reduces, unit.divide_factor

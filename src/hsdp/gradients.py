@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import Placement
 
 from hsdp.collectives import Column, Pending
-from hsdp.dtensors import make_dtensor, row_sum_placements, unreduced_placements
+from hsdp.dtensors import row_sum_placements, unreduced_placements
 from hsdp.internals import storage_use_count
 from hsdp.layout import plan_buckets
 from hsdp.segment import Segment
@@ -199,15 +199,17 @@ class Gradients:
                 continue
             segment.holds_whole = False
             if unit.cross_reduces:
-                self._finish_segment(segment, unit.divide_factor)
+                self._finish_segment(segment, unit)
             else:
                 self._leave_row_sum(segment)
 
-    def _finish_segment(self, segment: Segment, factor: float) -> None:
+    def _finish_segment(self, segment: Segment, unit: Unit) -> None:
         sums = self.region(segment)
         used = self._used_anywhere(segment, sums)
-        if factor != 1:
-            sums.div_(factor)
+        if unit.divide_factor != 1:
+            sums.div_(unit.divide_factor)
+        if unit.all_reduce_hook is not None:
+            unit.all_reduce_hook(sums)
         if segment.dtype != sums.dtype:
             sums = sums.to(segment.dtype)
         self._filled.discard(segment)
@@ -237,7 +239,7 @@ class Gradients:
                 segment,
                 i,
                 segment.grad_rows(i, region),
-                row_sum_placements(segment.mesh, segment.params[i].sharded.shape, segment.params[i].dim),
+                row_sum_placements(segment.mesh, segment.params[i].shape, segment.params[i].dim),
             )
 
     def _leave_whole(self, segment: Segment) -> None:
@@ -253,7 +255,7 @@ class Gradients:
             self._left[segment, i] = _Left(param.grad, None, sums, 0)
             return
         shown = sums.to(param.dtype)
-        param.grad = make_dtensor(shown, segment.mesh, param.shape, placements)
+        param.grad = segment.params[i].label(shown, segment.mesh, placements)
         self._left[segment, i] = _Left(param.grad, shown, sums, shown._version)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from hsdp.internals import in_transform
 from hsdp.schedule import Schedule
 from hsdp.tensors import find_tensors, map_tensors
 from hsdp.unit import Unit
@@ -74,10 +75,11 @@ class ModuleHooks:
     def post_forward(self, output: Any) -> Any:
         """Release, cast the outputs, and watch for the first gradient that reaches one of them."""
         needs_backward = torch.is_grad_enabled() and self._watch_outputs(output)
+        keep = torch.is_grad_enabled() and in_transform()
         for unit in self.units:
-            self.schedule.post_forward(unit, needs_backward)
+            self.schedule.post_forward(unit, needs_backward or keep, keep)
         if self.is_root:
-            self.schedule.end_forward(needs_backward)
+            self.schedule.end_forward(needs_backward or keep)
         return self.precision.cast_out(output)
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -87,16 +89,21 @@ class ModuleHooks:
         def view(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
                 return tensor
-            views.append(tensor.view_as(tensor))
-            return views[-1]
+            self._num_watched_inputs += 1
+            seen = tensor.view_as(tensor)
+            # In a transform of torch.func a view belongs to it, and no gradient passes by; the unit is kept then.
+            if seen.requires_grad:
+                views.append(seen)
+            return seen if seen.requires_grad else tensor
 
         args, kwargs = map_tensors(view, args), map_tensors(view, kwargs)
+        if len(views) < self._num_watched_inputs:
+            return args, kwargs
         if len(views) == 1:
             views[0].register_hook(self._post_backward)
         elif views:
             # Inputs that the outputs do not depend on get no gradient, and are not waited for.
             register_multi_grad_hook(views, self._post_backward, mode="all")
-        self._num_watched_inputs = len(views)
         return args, kwargs
 
     def _watch_outputs(self, output: Any) -> bool:

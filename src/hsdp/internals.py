@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
@@ -33,6 +35,11 @@ def is_backward_running() -> bool:
     return int(torch._C._current_graph_task_id()) != -1
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs (jvp, grad, vmap): gradients of what it returns pass by our hooks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """What users registered on a parameter: (`register_hook`, `register_post_accumulate_grad_hook`), in order.
 
@@ -47,3 +54,13 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(source, name):
             setattr(target, name, getattr(source, name))
+
+
+def joint_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """One mesh of the axes of both, which are slices of one mesh. FSDP2 makes the meshes of its parameters with it."""
+    return DeviceMesh._concatenate([first, second])
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where DTensor returns one whose collective still runs."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

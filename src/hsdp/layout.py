@@ -9,7 +9,8 @@ Pure integers. Knows nothing of tensors, devices or process groups; sizes are in
     `-------------------------- slab, S x chunk ---------------------------'
 
 A *direct* slot is gathered in place: the parameter is the head of its slab. *Packed* slots are too small to be worth a
-message each: their chunks travel in one message a rank and are copied into their slabs afterwards.
+message each, or cut along another dim than 0, so that a rank's chunk is not one run of the parameter: their chunks
+travel in one message a rank and are copied into their slabs afterwards.
 
     gathered buffer:  [slab | slab | ... direct ...][slab | slab ... packed ...][message: S x packed]
     shard:            [chunk | chunk | ... direct ...][chunk | chunk ... packed ...]
@@ -18,7 +19,7 @@ message each: their chunks travel in one message a rank and are copied into thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -35,7 +36,7 @@ def ceil_to(value: int, multiple: int) -> int:
 class Slot:
     """One parameter of a segment. Offsets are in elements of the buffer they name."""
 
-    shape: tuple[int, ...]  # () has no rows to share out: every rank of the row holds the one element
+    shape: tuple[int, ...]  # the dim that is cut first; () has no rows: every rank of the row holds the one element
     chunk_rows: int  # rows of dim 0 a rank holds; the last ranks may hold fewer or none
     packed: bool
     slab_offset: int  # in the gathered buffer
@@ -117,9 +118,16 @@ class GradLayout:
 
 
 def plan_segment(
-    shapes: Sequence[Sequence[int]], shard: int, itemsize: int, packed_chunk_bytes: int = PACKED_CHUNK_BYTES
+    shapes: Sequence[Sequence[int]],
+    shard: int,
+    itemsize: int,
+    packed_chunk_bytes: int = PACKED_CHUNK_BYTES,
+    packed_always: Collection[int] = (),
 ) -> SegmentLayout:
     """Lay out parameters of `shapes` over `shard` ranks; `itemsize` is that of the gathered dtype, in bytes.
+
+    Args:
+        packed_always: parameters that are packed however large they are.
 
     >>> layout = plan_segment([(10, 3), (2,)], shard=4, itemsize=4, packed_chunk_bytes=16)
     >>> [(slot.packed, slot.chunk, slot.counts(4)) for slot in layout.slots]
@@ -129,8 +137,8 @@ def plan_segment(
     chunk_rows = [-(-(shape[0] if shape else 1) // shard) for shape in shapes]
     chunks = [rows * prod(shape[1:]) for rows, shape in zip(chunk_rows, shapes, strict=True)]
     packed = [
-        shard > 1 and (not shape or chunk * itemsize < packed_chunk_bytes)
-        for chunk, shape in zip(chunks, shapes, strict=True)
+        shard > 1 and (i in packed_always or not shape or chunk * itemsize < packed_chunk_bytes)
+        for i, (chunk, shape) in enumerate(zip(chunks, shapes, strict=True))
     ]
     slab_offsets, gathered = {}, 0
     shard_offsets, shard_numel, packed_offset = {}, 0, 0

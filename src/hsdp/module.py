@@ -121,6 +121,19 @@ class HSDPModule(FSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Nothing to do: reductions in flight are limited by bytes."""
 
+    def set_post_optim_event(self, event: Any) -> None:
+        """Nothing to do: a gather copies from the shards on the current stream, behind the optimizer."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: backward does not need this module's parameters (an embedding's does not), so it gathers none."""
+        state_of(self).unit_state.unshard_in_backward = unshard_in_backward
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook` with this unit's reduced and divided gradients, a flat tensor to be changed in place."""
+        if stream is not None:
+            raise NotImplementedError("set_all_reduce_hook(stream=...): hooks run where autograd does")
+        state_of(self).unit.all_reduce_hook = hook
+
     def reset_iter_state(self) -> None:
         """Back to the state between two steps, after an exception in forward or backward."""
         state_of(self).schedule.recover()
@@ -131,32 +144,39 @@ class HSDPModule(FSDPModule):
     def _unsupported(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("this FSDP2 setting has no counterpart in hsdp")
 
-    set_all_reduce_hook = _unsupported
     set_allocate_memory_from_process_group_for_comm = _unsupported
     set_custom_all_gather = _unsupported
     set_custom_reduce_scatter = _unsupported
-    set_post_optim_event = _unsupported
     set_separate_reduce_scatter_group = _unsupported
     set_symm_mem_for_comm = _unsupported
-    set_unshard_in_backward = _unsupported
     _get_fsdp_state = _unsupported
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """`.to()`, `.float()` and the like work on the shards; what changes their dtype or device is refused."""
-        states = list(self._states(recurse=True))
-        for segment in (segment for state in states for segment in state.unit.segments):
-            found = fn(torch.empty(0, dtype=segment.dtype, device=segment.shard.device))
-            if (found.dtype, found.device) != (segment.dtype, segment.shard.device):
-                raise ValueError(
-                    f"parameter {segment.params[0].name!r} is sharded as {segment.dtype} on {segment.shard.device} and "
-                    f"cannot become {found.dtype} on {found.device}; change dtype or device before wrapping"
-                )
-        for state in states:
-            state.unit.release()
+        """`.to(dtype)`, `.half()` and the like change the shards; what would change their device is refused.
+
+        Parameters on the meta device become real with `to_empty()`.
+        """
+        units = [state.unit for state in self._states(recurse=True)]
+        holds_sums = any(state.schedule.holds_sums for state in self._states(recurse=True))
+        for unit in units:
+            for segment in unit.segments:
+                name, device = segment.params[0].name, segment.shard.device
+                found = fn(torch.empty(0, dtype=segment.dtype, device=device))
+                if found.device not in (device, unit.device):
+                    raise ValueError(
+                        f"parameter {name!r} is sharded on {device} and cannot move to {found.device}: its process "
+                        "groups are made for that device; change the device before wrapping"
+                    )
+                if found.dtype != segment.dtype and holds_sums:
+                    raise RuntimeError(
+                        f"parameter {name!r} cannot become {found.dtype} while gradients of earlier microbatches wait "
+                        "to be reduced; change dtypes between steps"
+                    )
+        for unit in units:
+            unit.release()
         result = nn.Module._apply(self, fn, recurse)  # type: ignore[arg-type]
-        for state in states:
-            for segment in state.unit.segments:
-                segment.adopt()
+        for unit in units:
+            unit.adopt()
         return result
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -207,8 +227,7 @@ def attach(module: nn.Module, state: ModuleState) -> ModuleHooks:
 
     def adopt(module: nn.Module, _: Any) -> None:
         for each in state_of(module).hooks.units:
-            for segment in each.segments:
-                segment.adopt()
+            each.adopt()
 
     state.hooks.handles += [
         module.register_state_dict_pre_hook(to_sharded),

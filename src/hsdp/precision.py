@@ -92,7 +92,7 @@ def _check(name: str, dtype: torch.dtype | None) -> None:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which gradients of a parameter of `dtype` are summed: at least fp32."""
     if dtype.is_floating_point:
-        return torch.promote_types(dtype, torch.float32)
+        return dtype if dtype == torch.float64 else torch.float32
     return torch.promote_types(dtype, torch.complex64) if dtype.is_complex else dtype
 
 

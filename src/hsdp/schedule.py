@@ -40,6 +40,7 @@ class UnitState:
     unit: Unit
     reshard_after_forward: bool | None = None  # None: release unless backward needs it next
     reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
     forward_prefetch: list[Unit] | None = None  # set by the user; None: from the recorded order
     backward_prefetch: list[Unit] | None = None
     in_forward: int = 0  # forwards of modules that use this unit and did not return
@@ -49,6 +50,7 @@ class UnitState:
         """What the user has set for another one; units it names become their counterparts."""
         self.reshard_after_forward = other.reshard_after_forward
         self.reshard_after_backward = other.reshard_after_backward
+        self.unshard_in_backward = other.unshard_in_backward
         for name in ("forward_prefetch", "backward_prefetch"):
             named = getattr(other, name)
             setattr(self, name, None if named is None else [counterparts[u] for u in named if u in counterparts])
@@ -85,7 +87,7 @@ class Schedule:
         self._to_come: list[Unit] = []  # units whose backward is still to come, in forward order
         self.reductions = Reductions(units, self.waits)
         for unit in units:
-            unit.listener = self.gradient_ready
+            unit.listener, unit.changed = self.gradient_ready, self._take_segments
             self.watch_gradients(unit)
 
     def _tag_units(self, salt: int) -> None:
@@ -146,8 +148,11 @@ class Schedule:
             return [self._last_order[done]]
         return []
 
-    def post_forward(self, unit: Unit, needs_backward: bool) -> None:
-        """Release `unit` after its forward unless backward, or the very next forward, needs it at once."""
+    def post_forward(self, unit: Unit, needs_backward: bool, keep: bool = False) -> None:
+        """Release `unit` after its forward unless backward, or the very next forward, needs it at once.
+
+        `keep`: a backward may follow that no hook tells of; it is released at the end of that.
+        """
         if self.in_backward:
             return
         state = self.states[unit]
@@ -156,9 +161,9 @@ class Schedule:
             self._to_come.append(unit)
         reshard = state.reshard_after_forward
         if reshard is None:
-            at_end = len(self._order) == len(self._last_order) and self._order == self._last_order
+            at_end = unit is self.units[-1] or self._order == self._last_order
             reshard = not at_end and unit not in self._expected()
-        if state.in_forward == 0 and (reshard or not needs_backward):
+        if state.in_forward == 0 and (reshard or not needs_backward) and not keep:
             self._release(unit)
 
     def end_forward(self, needs_backward: bool) -> None:
@@ -190,12 +195,30 @@ class Schedule:
         for unit in self.units:
             self._release(unit)
 
+    def _take_segments(self) -> None:
+        """The segments of a unit are other ones: parameters were cast between two steps, or left the meta device."""
+        if self.holds_sums:
+            raise RuntimeError(
+                "parameters were replaced while gradients of earlier microbatches wait to be reduced; change dtypes "
+                "between steps"
+            )
+        self._tag_units(self.salt)
+        self._gradients = None
+        self.reductions = Reductions(self.units, self.waits)
+        for unit in self.units:
+            self.watch_gradients(unit)
+
+    @property
+    def holds_sums(self) -> bool:
+        """Whether gradients of earlier microbatches wait to be reduced."""
+        return self._gradients is not None and self._gradients.deferred
+
     def watch_gradients(self, unit: Unit) -> None:
         """Learn of the gradients of the parameters that require one now; freezing changes what is reduced."""
         changed = [segment.plan_gradients() for segment in unit.segments]
         if not any(changed):
             return
-        if self._gradients is not None and self._gradients.deferred:
+        if self.holds_sums:
             raise RuntimeError(
                 f"requires_grad changed in unit {unit.name!r} while gradients of earlier microbatches wait to be "
                 "reduced; freeze and unfreeze between steps"
@@ -237,12 +260,14 @@ class Schedule:
         self.enter_backward()
         state = self.states[unit]
         state.running += int(ends)
-        self.gather(unit)
+        if state.unshard_in_backward:
+            self.gather(unit)
         if unit in self._to_come:  # not so in a recomputation, and in a second backward through the same graph
             while self._to_come.pop() is not unit:
                 pass
         for earlier in self._to_come[-1:] if state.backward_prefetch is None else state.backward_prefetch:
-            earlier.start_gather()
+            if self.states[earlier].unshard_in_backward:
+                earlier.start_gather()
 
     def post_backward(self, unit: Unit) -> None:
         """Gradients of the inputs of `unit` are complete."""
@@ -266,7 +291,7 @@ class Schedule:
                 f"parameter {segment.params[i].name!r} got a second gradient in one backward after its unit was "
                 "reduced; a module used twice needs torch.utils.checkpoint with use_reentrant=False"
             )
-        if unit.state is not State.GATHERED and not segment.in_place:
+        if unit.state is not State.GATHERED and not segment.in_place and state.unshard_in_backward:
             raise RuntimeError(
                 f"parameter {segment.params[i].name!r} got a gradient while its unit was released: backward did not "
                 "pass the unit's outputs, so the gradient was made from freed memory; return outputs as "

@@ -15,7 +15,6 @@ change of the parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -24,58 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hsdp.collectives import Pending, ReduceJob, Row
-from hsdp.dtensors import final_placements, like, local_of, make_dtensor, placements_of
-from hsdp.internals import hooks_of, move_hooks
+from hsdp.dtensors import final_placements, local_of, placements_of
+from hsdp.internals import move_hooks
 from hsdp.layout import GradLayout, plan_gradients, plan_segment
+from hsdp.param import TIE, Param
 from hsdp.precision import Precision, sum_dtype
-
-TIE = "_hsdp_tie"  # on a user's parameter that was sharded: what it became, to find it again in another place
-
-
-@dataclass(eq=False)
-class Param:
-    """One parameter: where it stands in the model, and its two forms."""
-
-    name: str  # qualified name from the wrapped module
-    owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter; more than one when tied
-    sharded: nn.Parameter  # until the segment is built: the parameter as the user made it
-    dim: int = 0  # the dim that is cut; layouts and buffers see it moved to the front
-    gathered_dtype: torch.dtype | None = None  # None: its own
-    gathered: nn.Parameter = field(init=False)
-    whole: torch.Tensor | None = None  # gradient that no rank has reduced yet, summed over backwards
-    local: torch.Tensor = field(init=False)  # the local part of the sharded form, a view of the shard
-    watched: bool = False  # whether the schedule is told of gradients of the gathered form
-
-    def show(self, form: nn.Parameter) -> None:
-        """Make `form` what the owning modules see."""
-        for module, attribute in self.owners:
-            module._parameters[attribute] = form
-
-    def deliver(self, rows: torch.Tensor) -> None:
-        """Hand the reduced gradient to the sharded form as autograd hands one to a leaf: with the user's hooks."""
-        before, after = hooks_of(self.sharded)
-        if self.sharded.grad is not None and not before:
-            local_of(self.sharded.grad).add_(rows)
-        else:
-            grad = like(self.sharded, rows)
-            for hook in before:
-                changed = hook(grad)
-                grad = grad if changed is None else self._checked(changed)
-            if self.sharded.grad is None:
-                self.sharded.grad = grad
-            else:
-                local_of(self.sharded.grad).add_(local_of(grad))
-        for hook in after:
-            hook(self.sharded)
-
-    def _checked(self, grad: object) -> DTensor:
-        wanted = placements_of(self.sharded)
-        if isinstance(grad, DTensor) and grad.placements == wanted:
-            return grad
-        raise ValueError(
-            f"a hook on parameter {self.name!r} returned {type(grad).__name__}: the gradient it got and the one it "
-            f"returns are DTensors with the placements {wanted}"
-        )
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -84,19 +36,9 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """`tensor` with `dim` moved to the front, a view."""
-    return tensor.movedim(dim, 0) if dim else tensor
-
-
-def front_shape(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """`shape` with `dim` moved to the front."""
+def cut_first(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """`shape` with `dim` moved to the front, as layouts see it."""
     return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if dim else tuple(shape)
-
-
-def back(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The opposite of `front`."""
-    return tensor.movedim(0, dim) if dim else tensor
 
 
 class Segment:
@@ -107,8 +49,10 @@ class Segment:
         self.params, self.row, self.precision, self.mesh = params, row, precision, mesh
         self.dtype, self.gathered_dtype = first.dtype, params[0].gathered_dtype or first.dtype
         self.sum_dtype = sum_dtype(self.dtype)
-        shapes = [front_shape(p.sharded.shape, p.dim) for p in params]
-        self.layout = plan_segment(shapes, row.size, self.gathered_dtype.itemsize)
+        self._dims = [param.dim if row.size > 1 else 0 for param in params]
+        shapes = [cut_first(param.shape, dim) for param, dim in zip(params, self._dims, strict=True)]
+        inside = [i for i, dim in enumerate(self._dims) if dim]
+        self.layout = plan_segment(shapes, row.size, self.gathered_dtype.itemsize, packed_always=inside)
         self.shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=device)
         # With one rank in the row and no cast the shard is the gathered buffer: nothing to move, nothing to free.
         self.in_place = row.size == 1 and self.gathered_dtype == self.dtype
@@ -133,15 +77,15 @@ class Segment:
             self._storage = torch.UntypedStorage(self.gathered_bytes, device=device)
             self.buffer = self._view(0, (numel,))
         for slot, param in zip(self.layout.slots, self.params, strict=True):
-            view = self._view(slot.slab_offset, slot.shape, param.dim)
-            param.gathered = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
+            view = self._view(slot.slab_offset, param.shape)
+            whole = view if param.inner is None else param.inner.wrap(view)
+            param.gathered = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
             param.gathered.__dict__.update(param.sharded.__dict__)
 
-    def _view(self, offset: int, shape: Sequence[int], dim: int = 0) -> torch.Tensor:
-        """A tensor over the gathered storage with a version counter of its own; `shape` has `dim` at the front."""
+    def _view(self, offset: int, shape: Sequence[int]) -> torch.Tensor:
+        """A contiguous tensor over the gathered storage with a version counter of its own."""
         tensor = torch.empty(0, dtype=self.gathered_dtype, device=self._storage.device)
-        model = back(torch.empty(shape, device="meta"), dim)
-        return tensor.set_(self._storage, offset, model.shape, model.stride())
+        return tensor.set_(self._storage, offset, torch.Size(shape), self._stride(shape))
 
     def _build_views(self) -> None:
         """All views a gather needs, made once: what is cut anew in every step costs more than the messages."""
@@ -164,43 +108,66 @@ class Segment:
             self._messages.append(message.view(-1))
             for i in layout.packed:
                 slot = layout.slots[i]
-                slab = self.buffer[slot.slab_offset : slot.slab_offset + size * slot.chunk]
                 start = slot.shard_offset - layout.packed_offset
+                if self._dims[i]:
+                    whole = self._view(slot.slab_offset, self.params[i].shape)
+                    for place in range(size):
+                        target = self._cut(i, whole, place)
+                        self._unpacked.append(target)
+                        self._unpacked_source.append(message[place, start : start + target.numel()].view(target.shape))
+                    continue
+                slab = self.buffer[slot.slab_offset : slot.slab_offset + size * slot.chunk]
                 self._unpacked.append(slab.view(size, slot.chunk))
                 self._unpacked_source.append(message[:, start : start + slot.chunk])
+
+    def _cut(self, i: int, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The rows of a whole parameter `i`, or of its gradient, that shard rank `rank` holds; a view."""
+        slot = self.layout.slots[i]
+        if not slot.shape:
+            return whole
+        return whole.narrow(self._dims[i], min(rank * slot.chunk_rows, slot.rows), slot.rows_of(rank))
 
     def _take(self, i: int, param: Param) -> None:
         """Copy this rank's rows of the user's parameter into the shard, and put the sharded form in its place.
 
-        A parameter that is sharded already, of a model that is being copied, brings its rows along.
+        A parameter that is sharded already, of a model that is copied or cast, brings its rows along and stays itself.
         """
-        slot, source = self.layout.slots[i], param.sharded
-        rank, rows = self.row.rank, front(local_of(source.detach()), param.dim)
-        if slot.shape and not isinstance(source, DTensor):
-            start = min(rank * slot.chunk_rows, slot.rows)
-            rows = rows[start : start + slot.rows_of(rank)]
+        source, is_new = param.sharded, not hasattr(param, "local")
+        rows = local_of(source.detach())
         local = self.local_rows(i)
-        front(local, param.dim).copy_(rows)
-        tensor = make_dtensor(local, self.mesh, source.shape, final_placements(self.mesh, source.shape, param.dim))
-        param.sharded = nn.Parameter(tensor, requires_grad=source.requires_grad)
-        param.sharded.__dict__.update(source.__dict__)  # what users and trainers hang on their parameters
-        move_hooks(source, param.sharded)
+        local.copy_(self._cut(i, rows, self.row.rank) if is_new else rows)
+        if not is_new:
+            source._local_tensor = local  # type: ignore[attr-defined]
+        else:
+            tensor = param.label(local, self.mesh, final_placements(self.mesh, param.shape, param.dim))
+            param.sharded = nn.Parameter(tensor, requires_grad=source.requires_grad)
+            param.sharded.__dict__.update(source.__dict__)  # what users and trainers hang on their parameters
+            move_hooks(source, param.sharded)
         param.sharded.__dict__.pop(TIE, None)
-        param.local = local_of(param.sharded)
+        param.local, param.whole, param.watched = local_of(param.sharded), None, False
         param.show(param.sharded)  # nothing holds the whole parameter any more
 
+    def _rows_shape(self, i: int) -> tuple[int, ...]:
+        slot, dim = self.layout.slots[i], self._dims[i]
+        if not slot.shape:
+            return ()
+        rows, *rest = slot.local_shape(self.row.rank)
+        return (*rest[:dim], rows, *rest[dim:])
+
     def local_rows(self, i: int) -> torch.Tensor:
-        """This rank's rows of parameter `i`, a view of the shard: `[rows, ...]`, `[0, ...]` where it holds none.
+        """This rank's rows of parameter `i`, a contiguous view of the shard; of no rows where it holds none.
 
-        Rows are along the dim that is cut, which is where it is in the parameter.
+        Rows are along the dim that is cut, and lie where they lie in the parameter.
         """
-        slot = self.layout.slots[i]
-        shape = slot.local_shape(self.row.rank)
-        rows = self.shard[slot.shard_offset : slot.shard_offset + prod(shape)].view(shape)
-        return back(rows, self.params[i].dim)
+        shape, start = self._rows_shape(i), self.layout.slots[i].shard_offset
+        return self.shard[start : start + prod(shape)].view(shape)
 
-    def adopt(self) -> None:
-        """Take up parameters that a user's call replaced (`load_state_dict(assign=True)`, `_apply`)."""
+    def adopt(self) -> bool:
+        """Take up parameters that a user's call replaced (`load_state_dict(assign=True)`, `_apply`).
+
+        Returns whether one has another dtype or device now, so that this segment is of no use any more.
+        """
+        changed = False
         for i, param in enumerate(self.params):
             seen = [module._parameters[attribute] for module, attribute in param.owners]
             if all(
@@ -211,17 +178,24 @@ class Segment:
             if current is None:
                 continue
             local, found = self.local_rows(i), local_of(current)
-            if not isinstance(current, DTensor) or found.shape != local.shape or found.dtype != local.dtype:
+            wanted = placements_of(param.sharded)
+            if not isinstance(current, DTensor) or found.shape != local.shape or current.placements != wanted:
+                placements = f" {current.placements}" if isinstance(current, DTensor) else ""
                 raise ValueError(
                     f"parameter {param.name!r} was replaced by one that does not fit its shard: expected a DTensor "
-                    f"with a local part {tuple(local.shape)} of {local.dtype}, found {type(current).__name__} with one "
-                    f"{tuple(found.shape)} of {found.dtype}; change shape, dtype or device before wrapping"
+                    f"{wanted} with a local part {tuple(local.shape)}, found {type(current).__name__}{placements} with "
+                    f"one {tuple(found.shape)}"
                 )
-            with torch.no_grad():
-                local.copy_(found)
-            current._local_tensor = local
-            param.sharded, param.local = current, local
+            if (found.dtype, found.device) == (local.dtype, local.device):
+                with torch.no_grad():
+                    local.copy_(found)
+                current._local_tensor = local
+                param.local = local
+            else:
+                changed = True
+            param.sharded = current
             param.show(current)
+        return changed
 
     # -- gather ------------------------------------------------------------------------------------------------------
 
@@ -278,10 +252,11 @@ class Segment:
         param.gathered.grad = param.whole = None
         if grad is None:
             return None
+        if param.inner is not None:
+            grad = param.inner.unwrap(grad)
         if grad.layout != torch.strided:
             grad = grad.to_dense()
-        # Autograd lays a gradient out like its parameter, so this is as it lies in memory, whatever dim is cut.
-        return front(grad.to(self._wire), param.dim).contiguous().view(-1)
+        return grad.to(self._wire).contiguous().view(-1)
 
     @property
     def _wire(self) -> torch.dtype:
@@ -300,6 +275,8 @@ class Segment:
         grad, param.gathered.grad = param.gathered.grad, None
         if grad is None:
             return
+        if param.inner is not None:
+            grad = param.inner.unwrap(grad)
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         if param.whole is None:
@@ -333,6 +310,11 @@ class Segment:
             if not slot.shape:
                 targets.append(message[:, start])
                 sources.append(grad.expand(size))
+            elif self._dims[i]:
+                for rank in range(size):
+                    part = self._cut(i, grad.view(self.params[i].shape), rank)
+                    targets.append(message[rank, start : start + part.numel()].view(part.shape))
+                    sources.append(part)
             elif slot.numel == size * slot.chunk:
                 targets.append(message[:, start : start + slot.chunk])
                 sources.append(grad.view(size, slot.chunk))
@@ -347,11 +329,9 @@ class Segment:
         return ReduceJob(message.view(-1), [plan.packed_numel] * size, out, add, in_order=True)
 
     def grad_rows(self, i: int, sums: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the gradient of parameter `i`, a view of `sums`."""
-        slot = self.layout.slots[i]
-        shape = slot.local_shape(self.row.rank)
-        start = sums.storage_offset() + self.grads.offsets[i]
-        return back(sums.as_strided(shape, self._stride(slot.shape), start), self.params[i].dim)
+        """This rank's rows of the gradient of parameter `i`, a contiguous view of `sums`."""
+        shape, start = self._rows_shape(i), sums.storage_offset() + self.grads.offsets[i]
+        return sums.as_strided(shape, self._stride(shape), start)
 
     @staticmethod
     def _stride(shape: Sequence[int]) -> tuple[int, ...]:

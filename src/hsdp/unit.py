@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hsdp.collectives import Pending, Row
 from hsdp.outdated import OutdatedGrad, outdated_full
+from hsdp.param import TIE, Param
 from hsdp.precision import Precision
-from hsdp.segment import TIE, Param, Segment
+from hsdp.segment import Segment
 
 
 class State(Enum):
@@ -55,23 +56,51 @@ class Unit:
     ) -> None:
         self.name, self.modules, self.mesh, self.precision, self.row = name, modules, mesh, precision, row
         self.device = device
-        groups: dict[tuple[torch.dtype, torch.dtype], list[Param]] = {}
-        for param in params:
-            dtype = param.sharded.dtype
-            groups.setdefault((dtype, param.gathered_dtype or dtype), []).append(param)
-        for param in params:
-            setattr(param.sharded, TIE, (weakref.ref(param), weakref.ref(self)))
-        self.segments = [Segment(group, mesh, row, precision, device) for group in groups.values()]
+        self.segments = self._segments_of(params)
         self.state = State.SHARDED
         self.tag = 0  # set by the schedule: the first tag of this unit's messages
         self.reduces = True  # False: a backward leaves gradients whole and communicates nothing
         self.cross_reduces = True  # False: a backward reduces inside the row only
         self.divide_factor: float = mesh.size()
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None  # the user's, on final sums
         self.listener: Callable[[Unit, Segment, int], None] | None = None  # hears of every complete gradient
+        self.changed: Callable[[], None] | None = None  # called when the segments are other ones
+        self.before_first_gather: Callable[[], None] | None = None
         self.exposed = False  # whether full parameters were seen outside of forward and backward
         self._outdated: list[OutdatedGrad | None] = []  # for the full forms, made when first needed
         self._marked = False
         self._pending: list[Pending] = []
+
+    def _segments_of(self, params: list[Param]) -> list[Segment]:
+        groups: dict[tuple[torch.dtype, torch.dtype, bool], list[Param]] = {}
+        for param in params:
+            dtype = param.sharded.dtype
+            groups.setdefault((dtype, param.gathered_dtype or dtype, param.sharded.is_meta), []).append(param)
+            setattr(param.sharded, TIE, (weakref.ref(param), weakref.ref(self)))
+        segments = []
+        for (*_, is_meta), group in groups.items():
+            device = torch.device("meta") if is_meta else self.device
+            segments.append(Segment(group, self.mesh, self.row, self.precision, device))
+        return segments
+
+    def adopt(self) -> None:
+        """Take up parameters that a user's call replaced, cast, or made real that were on the meta device."""
+        changed = [segment.adopt() for segment in self.segments]
+        if not any(changed):
+            return
+        self.release()
+        params = self.params
+        for param in params:
+            param.gathered_dtype = self.precision.param_dtype(param.name, param.sharded)
+        self.segments = self._segments_of(params)
+        self._outdated, self._marked = [], False
+        if self.changed is not None:
+            self.changed()
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether parameters are still on the meta device."""
+        return any(segment.shard.is_meta for segment in self.segments)
 
     @property
     def params(self) -> list[Param]:
@@ -98,9 +127,18 @@ class Unit:
             self.release()  # kept for a backward that never came, or on the user's wish
         if self.state is not State.SHARDED:
             return
+        self.adopt()
+        if self.is_meta:
+            names = ", ".join(param.name for param in self.params if param.sharded.is_meta)
+            raise RuntimeError(
+                f"{names}: still on the meta device; call model.to_empty(device=...) and initialise, load a state dict "
+                "with assign=True, or give init= when wrapping"
+            )
+        if self.before_first_gather is not None:
+            self.before_first_gather()
+            self.before_first_gather = None
         tag = self.tag
         for segment in self.segments:
-            segment.adopt()
             self._pending.append(segment.start_gather(tag))
             tag += len(segment.params) + 1
         self.state = State.GATHERING
@@ -136,7 +174,9 @@ class Unit:
             return
         if not self._outdated:
             self._outdated = [
-                outdated_full(param.gathered, param.name) if param.gathered.is_floating_point() else None
+                outdated_full(param.gathered, param.name)
+                if param.gathered.is_floating_point() and param.inner is None
+                else None
                 for param in self.params
             ]
         for param, grad in zip(self.params, self._outdated, strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from hsdp.segment import Param
+from hsdp.param import Param
 from hsdp.unit import Unit, find_tie
 
 UnitsArgument = Any  # a class, a class name, a predicate on modules, a sequence of classes and names, or None

@@ -17,21 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from hsdp.buffers import POLICIES, broadcast_buffers, place_buffers
 from hsdp.collectives import Column, make_column, make_row
 from hsdp.control import exchange_over_mesh, first_difference
 from hsdp.copying import deepcopy_wrapped
 from hsdp.device import DeviceHandle
+from hsdp.dtensors import local_of
 from hsdp.hooks import ModuleHooks
 from hsdp.ignored import IgnoredGradients
+from hsdp.internals import joint_mesh
 from hsdp.materialize import Init, materialize
 from hsdp.module import HSDPModule, ModuleState, attach, state_of
 from hsdp.outdated import Replaced
+from hsdp.param import Inner, Param
 from hsdp.precision import Precision
 from hsdp.schedule import Schedule
-from hsdp.segment import Param
 from hsdp.topology import discover
 from hsdp.unit import Unit
 from hsdp.units import UnitPlan, own_modules
@@ -52,27 +54,40 @@ class Options:
     ignored_params: Collection[nn.Parameter] = ()
     reduce_ignored: bool = False
     sync_buffers: str = "wrap"
+    keep_meta: bool = False  # leave what is on the meta device there, for the user to make real
 
 
-def check_plans(model: nn.Module, plans: Sequence[UnitPlan], options: Options) -> None:
+def check_plans(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options) -> None:
     """Refuse what cannot be sharded, and settle how every parameter is.
 
     Raises:
-        ValueError: nothing to shard, a parameter that is sharded already or sparse, or an option that does not fit.
+        ValueError: a parameter that is sharded already or sparse, or an option that does not fit.
     """
     if options.sync_buffers not in POLICIES:
         raise ValueError(f"sync_buffers={options.sync_buffers!r}: expected one of {', '.join(map(repr, POLICIES))}")
-    if not any(plan.params or plan.ties or plan.foreign_ties for plan in plans):
-        raise ValueError(f"{type(model).__name__} has no parameters to shard")
     for plan in plans:
         for param in plan.params:
             tensor = param.sharded
-            if isinstance(tensor, DTensor):
-                raise ValueError(f"parameter {param.name!r} is a DTensor already; wrap a model of plain parameters")
+            if param.inner is not None:
+                _check_inner(param.name, param.inner, mesh, options)
             if tensor.layout != torch.strided:
                 raise ValueError(f"parameter {param.name!r} has layout {tensor.layout}; only dense ones can be sharded")
             param.dim = _dim_of(param, options.shard_placement_fn)
             param.gathered_dtype = options.precision.param_dtype(param.name, tensor)
+
+
+def _check_inner(name: str, inner: Inner, mesh: DeviceMesh, options: Options) -> None:
+    """A parameter that is distributed already can be cut further over other axes of the same mesh, and only there."""
+    ours, theirs = mesh.mesh_dim_names, inner.mesh.mesh_dim_names
+    try:
+        if not ours or not theirs or set(ours) & set(theirs):
+            raise RuntimeError("their axes are not told apart")
+        joint_mesh(mesh, inner.mesh)
+    except RuntimeError as error:
+        raise ValueError(
+            f"parameter {name!r} is a DTensor already, over {inner.mesh}, and cannot be sharded over {mesh}: {error}; "
+            "for tensor parallelism inside, make one mesh with named axes and give each its own, mesh['shard'] here"
+        ) from error
 
 
 def _dim_of(param: Param, choose: ShardPlacement | None) -> int:
@@ -106,7 +121,7 @@ def check_equal(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options) -
         "units": {
             plan.name or "(root)": {
                 param.name: {
-                    "shape": list(param.sharded.shape),
+                    "shape": list(param.shape),
                     "dtype": str(param.sharded.dtype),
                     "requires_grad": param.sharded.requires_grad,
                     "gathered dtype": str(param.gathered_dtype),
@@ -133,19 +148,23 @@ def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: i
     seed = exchange_over_mesh(torch.initial_seed(), mesh)[0]
     replaced = Replaced()
     for param in (param for plan in plans for param in plan.params):
-        replaced.note(param.sharded, param.name)
+        if param.inner is None:
+            replaced.note(param.sharded, param.name)
     owner_of = {param.sharded: param.owners[0] for plan in plans for param in plan.params}
     units: dict[int, Unit] = {}
     for plan in plans:
-        for name, module in zip(plan.names, plan.modules, strict=True):
-            materialize(own_modules(module, name, plans), owner_of, device, seed, options.init)
-        _refresh(plan)
+        if not options.keep_meta:
+            for name, module in zip(plan.names, plan.modules, strict=True):
+                materialize(own_modules(module, name, plans), owner_of, device, seed, options.init)
+            _refresh(plan)
         if options.sync_replicas:
             sync_rows(plan, mesh, device)
         # The output dtype is that of the wrapped model; between its units the compute dtype stays.
         precision = options.precision if plan is plans[-1] else replace(options.precision, output=None)
         unit = Unit(plan.name, tuple(plan.modules), plan.params, mesh, row, precision, device)
-        if options.sync_replicas:
+        if options.sync_replicas and unit.is_meta:
+            unit.before_first_gather = partial(_sync_late, unit, mesh)
+        elif options.sync_replicas:
             sync_columns(unit, mesh)
         units[id(plan)] = unit
     schedule = _schedule(plans, [units[id(plan)] for plan in plans], mesh, column, salt)
@@ -158,7 +177,20 @@ def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: i
         for module in plan.modules:
             hooks = ModuleHooks(module, schedule, needs, is_root=plan is plans[-1])
             attach(module, ModuleState(unit, hooks, deepcopy_wrapped))
+    if len(plans[-1].modules) == 1:
+        _name_from(plans[-1].modules[0], schedule)
     return schedule
+
+
+def _name_from(root: nn.Module, schedule: Schedule) -> None:
+    """Units that were wrapped before were named from a module further down; texts name all from the root."""
+    names = {id(module): name for name, module in root.named_modules()}
+    for unit in schedule.units:
+        unit.name = names.get(id(unit.modules[0]), unit.name)
+        for param in unit.params:
+            module, attribute = param.owners[0]
+            if id(module) in names:
+                param.name = ".".join(filter(None, (names[id(module)], attribute)))
 
 
 def _schedule(
@@ -222,7 +254,8 @@ def sync_rows(plan: UnitPlan, mesh: DeviceMesh, device: torch.device) -> None:
         return
     group = mesh.get_group(mesh.ndim - 1)
     for param in plan.params:
-        _broadcast(param.sharded, group, device)
+        if not param.sharded.is_meta:
+            _broadcast(local_of(param.sharded), group, device)
 
 
 def sync_columns(unit: Unit, mesh: DeviceMesh) -> None:
@@ -232,6 +265,13 @@ def sync_columns(unit: Unit, mesh: DeviceMesh) -> None:
             _broadcast(segment.shard, mesh.get_group(0), segment.shard.device)
 
 
+def _sync_late(unit: Unit, mesh: DeviceMesh) -> None:
+    """For what was on the meta device when it was wrapped and has been made real since."""
+    sync_columns(unit, mesh)
+    for module in unit.modules:
+        broadcast_buffers(module, mesh)
+
+
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
     """Broadcast from the group's first rank, in place."""
     if group.size() == 1 or not tensor.numel():
@@ -239,6 +279,7 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.dev
     with torch.no_grad():
         source = tensor.detach()
         sent = source.to(device).contiguous()
-        dist.broadcast(sent, group=group, group_src=0)
+        # As bytes: backends know few dtypes.
+        dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
         if sent.data_ptr() != source.data_ptr():
             source.copy_(sent)

@@ -7,10 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from cases import RECIPE, check, is_sharded, params_of, step
 from harness import run_ranks
-from models import Awkward, Block, Recipe, TiedTransformer, Transformer, assert_close, batch, digest, full, loss_of
+from models import (
+    Awkward,
+    Block,
+    Recipe,
+    TiedTransformer,
+    Transformer,
+    adamw,
+    assert_close,
+    batch,
+    build,
+    digest,
+    full,
+    loss_of,
+)
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hsdp
 
@@ -306,3 +320,59 @@ def test_dtype_freezing_and_attributes_survive() -> None:
     want = [("narrow.weight", "torch.bfloat16"), ("narrow.bias", "torch.bfloat16")]
     want += [("big.weight", "torch.float32"), ("big.bias", "torch.float32")]
     assert run_ranks(4, frozen_and_bf16) == [want] * 4
+
+
+# ---- fully_shard leaves making it real to the user, as FSDP2 does ----------------------------------------------------
+
+
+def shard_on_meta(world: int, mesh: tuple[int, int], inside: bool) -> Any:
+    device_mesh = hsdp.init_mesh(replicate=mesh[0], shard=mesh[1])
+    with torch.device("meta"):
+        model = build(RECIPE)
+        if inside:
+            for module in (*model.blocks, model):
+                hsdp.fully_shard(module, mesh=device_mesh)
+    if not inside:
+        for module in (*model.blocks, model):
+            hsdp.fully_shard(module, mesh=device_mesh)
+    assert all(param.is_meta and isinstance(param, DTensor) for param in model.parameters())
+    return model
+
+
+def make_real(rank: int, world: int, mesh: tuple[int, int], how: str) -> dict[str, torch.Tensor]:
+    """Initialise a model that stayed on the meta device, with the values of the plain process, and train it."""
+    plain = build(RECIPE)
+    model: Any = plain
+    if world > 1:
+        model = shard_on_meta(world, mesh, inside=how == "to_empty")
+        with pytest.raises(RuntimeError, match=r"still on the meta device; call model\.to_empty"):
+            step(model, rank, world)
+        with torch.no_grad():
+            if how == "to_empty":
+                model.to_empty(device="cpu")
+                for name, param in model.named_parameters():
+                    value = dict(plain.named_parameters())[name]
+                    row = rank // mesh[1]  # rows that start different are made those of the first one
+                    param.copy_(distribute_tensor(value + row, param.device_mesh, param.placements, src_data_rank=None))
+            else:
+                state = {
+                    name: distribute_tensor(plain.state_dict()[name], param.device_mesh, param.placements)
+                    for name, param in model.state_dict().items()
+                }
+                model.load_state_dict(state, assign=True)
+        assert not any(param.is_meta for param in model.parameters())
+    optimizer = adamw(model.parameters())
+    for micro in range(3):
+        step(model, rank, world, micro)
+        optimizer.step()
+        optimizer.zero_grad()
+    if world > 1:
+        assert is_sharded(model)
+        hsdp.check_replicas(model)
+    return params_of(model)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("how", ["to_empty", "load_state_dict"])
+def test_fully_shard_keeps_meta_until_the_user_makes_it_real(mesh: tuple[int, int], how: str) -> None:
+    check(make_real, mesh, how)

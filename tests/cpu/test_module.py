@@ -61,6 +61,20 @@ def test_a_wrapped_module_is_its_own_class_and_torchs_fsdp_module() -> None:
     assert run_ranks(4, identity) == [["", "blocks.0", "blocks.1", "blocks.2"]] * 4
 
 
+def names(rank: int, world: int) -> None:
+    model: Any = build(RECIPE)
+    mesh = hsdp.init_mesh(replicate=2, shard=2)
+    for module in (*model.blocks[:2], [model.embed, model.position], model.blocks[2], model):
+        hsdp.fully_shard(module, mesh=mesh)
+    units = state_of(model).schedule.units
+    assert [unit.name for unit in units] == ["blocks.0", "blocks.1", "embed", "blocks.2", ""]
+    assert {param.name for unit in units for param in unit.params} == {name for name, _ in model.named_parameters()}
+
+
+def test_names_are_from_the_root() -> None:
+    run_ranks(4, names)
+
+
 def load(rank: int, world: int, assign: bool) -> dict[str, torch.Tensor]:
     """Load another model's state, then train on."""
     source = build(Recipe(dtype=F64, seed=5))
@@ -87,21 +101,58 @@ def test_load_state_dict(assign: bool) -> None:
     check(load, assign)
 
 
-def convert(rank: int, world: int) -> None:
+def move(rank: int, world: int) -> None:
     model = hsdp.hybrid_shard(build(RECIPE), mesh=(2, 2), announce=False)
     before = params_of(model)
     model.to("cpu")
     step(model, rank, world)
     assert_close(params_of(model), before, 0.0)
-    for change in (model.float, lambda: model.to(torch.bfloat16), lambda: model.to("meta"), model.half):
-        with pytest.raises(ValueError, match=r"is sharded as torch.float64 on cpu and cannot become"):
-            change()
-        assert_close(params_of(model), before, 0.0)  # nothing was touched
+    with pytest.raises(ValueError, match="is sharded on cpu and cannot move to meta"):
+        model.to("meta")
+    assert_close(params_of(model), before, 0.0)  # nothing was touched
+    with hsdp.accumulate(model):
+        step(model, rank, world)
+    with pytest.raises(
+        RuntimeError, match=r"cannot become torch\.float32 while gradients of earlier microbatches wait"
+    ):
+        model.float()
     step(model, rank, world)
 
 
-def test_to_keeps_working_and_another_dtype_is_refused() -> None:
-    run_ranks(4, convert)
+def test_a_move_is_refused_before_anything_is_touched() -> None:
+    run_ranks(4, move)
+
+
+def cast(rank: int, world: int, mesh: tuple[int, int], how: str) -> dict[str, torch.Tensor]:
+    """Train in fp32, go on in fp64, with an optimizer made before; all of the model, or parts of it."""
+    model: Any = wrap(build(Recipe("tied" if how == "tied" else "transformer")), world, mesh)
+    step(model, rank, world)
+    parts = {"all": [model], "tied": [model], "a unit": [model.blocks[1]], "outside": [nn.Sequential(model)]}[how]
+    held = list(model.parameters())
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    optimizer.step()
+    if how == "a unit":  # its neighbours compute in fp32
+        model.blocks[1].register_forward_pre_hook(lambda _, args: (args[0].double(),))
+        model.blocks[1].register_forward_hook(lambda _, args, output: output.float())
+    for part in parts:
+        part.double()
+    assert all(ours is theirs for ours, theirs in zip(held, model.parameters(), strict=True))
+    if world > 1:
+        assert is_sharded(model)
+        assert all(param.to_local().dtype == param.dtype for param in model.parameters())
+    assert model.get_parameter("blocks.1.norm1.weight").grad.dtype == F64  # type: ignore[union-attr]
+    for micro in range(3):
+        step(model, rank, world, micro)
+        optimizer.step()
+    values = params_of(model) | grads_of(model)
+    assert {value.dtype for value in values.values()} == ({torch.float32, F64} if how == "a unit" else {F64})
+    return values
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("how", ["all", "tied", "a unit", "outside"])
+def test_parameters_can_be_cast(mesh: tuple[int, int], how: str) -> None:
+    check(cast, mesh, how, atol=1e-6)
 
 
 # ---- unshard and reshard ---------------------------------------------------------------------------------------------
@@ -364,15 +415,88 @@ def test_is_last_backward() -> None:
     check(two_forwards_then_two_backwards)
 
 
+def one_forward_one_backward(rank: int, world: int, schedule: str) -> dict[str, torch.Tensor]:
+    """A pipeline's order: forwards of later microbatches between the backwards of earlier ones."""
+    model: Any = wrap(build(RECIPE), world)
+    optimizer = adamw(model.parameters())
+    num_micro = schedule.count("F")
+    for number in range(2):
+        losses: dict[int, torch.Tensor] = {}
+        for event in schedule.split():
+            micro = int(event[1:])
+            if event[0] == "F":
+                inputs, targets = batch(RECIPE, number, micro, rank, world)
+                losses[micro] = loss_of(model(inputs), targets) / num_micro
+                continue
+            last = len(losses) == 1 and event == schedule.split()[-1]
+            if world > 1:
+                model.set_is_last_backward(last)
+                model.set_requires_gradient_sync(last)
+            losses.pop(micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert world == 1 or is_sharded(model)
+    return params_of(model)
+
+
+@pytest.mark.parametrize("schedule", ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 F2 B2 B1", "F0 F1 F2 F3 B0 B1 B2 B3"])
+def test_one_logical_backward_of_several_calls(schedule: str) -> None:
+    check(one_forward_one_backward, schedule)
+
+
+class Chunked(nn.Module):
+    """A body, and a head whose loss is computed chunk by chunk, so that no rank holds all its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(6, 301), nn.Tanh()), nn.Linear(301, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def chunk_the_loss(rank: int, world: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = wrap(Chunked().double(), world, units=lambda module: isinstance(module, nn.Linear))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        hidden = model(data(rank, world, 4, 6, seed=number))
+        if world > 1:
+            model.head.set_reshard_after_forward(False)
+            model.head.set_reshard_after_backward(False)
+        grads = []
+        for chunk in hidden.detach().chunk(4, dim=1):
+            chunk.requires_grad_()
+            model.head(chunk).logsumexp(-1).mean().backward()
+            grads.append(chunk.grad)
+            assert world == 1 or state_of(model.head).unit.state is State.GATHERED
+        if world > 1:
+            model.head.set_reshard_after_forward(True)
+            model.head.set_reshard_after_backward(True)
+            model.head.reshard()
+        hidden.backward(torch.cat(grads, dim=1))
+        optimizer.step()
+        assert world == 1 or is_sharded(model)
+    return params_of(model) | grads_of(model)
+
+
+def test_a_loss_in_chunks() -> None:
+    check(chunk_the_loss)
+
+
 def call_the_rest(rank: int, world: int) -> None:
     model: Any = hsdp.hybrid_shard(build(RECIPE), mesh=(2, 2), announce=False)
     model.set_force_sum_reduction_for_comms(True)
     model.set_reduce_scatter_unused_params(True)
     model.set_reduce_scatter_max_input_buffers(2)
     model._set_unshard_async_op(True)
-    for name in ("set_all_reduce_hook", "set_custom_all_gather", "set_unshard_in_backward", "set_post_optim_event"):
+    model.set_post_optim_event(None)
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_symm_mem_for_comm"):
         with pytest.raises(NotImplementedError, match="no counterpart in hsdp"):
             getattr(model, name)(None)
+    with pytest.raises(NotImplementedError, match="stream"):
+        model.set_all_reduce_hook(print, stream=object())
     # Every public method of torch's class is one of ours: none reaches into FSDP2's own state by accident.
     public = {name for name in vars(FSDPModule) if not name.startswith("_") and callable(getattr(FSDPModule, name))}
     assert public <= set(vars(hsdp.HSDPModule)), public - set(vars(hsdp.HSDPModule))
@@ -380,6 +504,53 @@ def call_the_rest(rank: int, world: int) -> None:
 
 def test_every_method_of_torchs_class_is_ours() -> None:
     run_ranks(4, call_the_rest)
+
+
+def reduce_by_hook(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """Rows of two that the user reduces across, as a trainer with links of its own does."""
+    model: Any = build(RECIPE)
+    if world > 1:
+        whole = hsdp.init_mesh(replicate=2, shard=2)
+        across = whole.get_group("replicate")
+
+        def average(grads: torch.Tensor) -> None:
+            torch.distributed.all_reduce(grads, group=across)
+            grads.div_(2)
+
+        for module in (*model.blocks, model):
+            hsdp.fully_shard(module, mesh=whole["shard"])
+            module.set_all_reduce_hook(average)
+    for micro in range(2):
+        step(model, rank, world, micro)
+    return grads_of(model)
+
+
+def test_all_reduce_hook() -> None:
+    check(reduce_by_hook)
+
+
+def gather_no_embedding(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """An embedding's backward does not read its weights."""
+    model: Any = wrap(build(RECIPE), world, units=[nn.Embedding])
+    seen: list[State] = []
+    if world > 1:
+        units = [state_of(module).unit for module in (model.embed, model.position)]
+        for module in (model.embed, model.position):
+            module.set_unshard_in_backward(False)
+        model.set_reshard_after_forward(True)
+
+        def watch(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(lambda grad: seen.extend(unit.state for unit in units))
+
+        model.embed.register_forward_hook(watch)
+    for micro in range(3):
+        step(model, rank, world, micro)
+    assert seen == [State.SHARDED] * 2 * 3 * (world > 1)
+    return grads_of(model)
+
+
+def test_unshard_in_backward() -> None:
+    check(gather_no_embedding)
 
 
 def other_methods(rank: int, world: int, units: Any) -> dict[str, torch.Tensor]:

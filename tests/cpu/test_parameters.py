@@ -24,6 +24,7 @@ from models import (
     train,
 )
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import hsdp
@@ -65,6 +66,9 @@ def bottom_up(rank: int, world: int, how: str) -> Trained:
     mesh = hsdp.init_mesh(replicate=2, shard=2) if how != "default-mesh" else None
     if how == "1d":
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("anything",))
+    if how == "everything":  # nothing is left for the root; on CPU there is nothing to offload
+        for module in (model.embed, model.position, model.norm, model.head):
+            hsdp.fully_shard(module, mesh=mesh, reshard_after_forward=2, offload_policy=CPUOffloadPolicy())
     for block in model.blocks:
         assert hsdp.fully_shard(block, mesh=mesh, reshard_after_forward=True) is block
     if how == "group":
@@ -100,7 +104,7 @@ def clip_nothing(params: Any, max_norm: float) -> torch.Tensor:
     return torch.zeros(())
 
 
-@pytest.mark.parametrize("how", ["2d", "1d", "default-mesh", "group"])
+@pytest.mark.parametrize("how", ["2d", "1d", "default-mesh", "group", "everything"])
 def test_fully_shard_bottom_up(how: str) -> None:
     assert_same_training(run_ranks(4, bottom_up, how), reference(RECIPE), ATOL)
 

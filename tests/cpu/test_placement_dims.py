@@ -10,7 +10,7 @@ from cases import RECIPE, check, is_sharded, params_of, step, wrap
 from harness import run_ranks
 from models import TOLERANCE, Recipe, Trained, assert_same_training, brief, build, full, reference, train
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hsdp
 
@@ -46,7 +46,20 @@ def train_cut(rank: int, world: int, mesh: tuple[int, int], recipe: Recipe, choi
     def context(last: bool) -> Any:
         return hsdp.accumulate(model, defer) if defer and not last else torch.enable_grad()
 
+    def contiguous(module: nn.Module, *_: Any) -> None:
+        # Users' kernels and optimizers may take it for granted.
+        for param in module.parameters(recurse=False):
+            assert param.is_contiguous()
+            assert full(param).is_contiguous()
+            assert not isinstance(param, DTensor) or param.to_local().is_contiguous()
+            assert not isinstance(param.grad, DTensor) or param.grad.to_local().is_contiguous()
+
+    for module in model.modules():
+        contiguous(module)
+        module.register_forward_pre_hook(contiguous)
     result = train(model, recipe, part=rank, parts=world, clip=hsdp.clip_grad_norm_, micro_context=context)
+    for module in model.modules():
+        contiguous(module)
     assert is_sharded(model) or recipe.model == "scalars"
     hsdp.check_replicas(model)
     return brief(result, rank)

@@ -228,6 +228,27 @@ def test_autograd_grad_of_inputs() -> None:
     check(gradient_of_inputs)
 
 
+def forward_mode(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """torch.func.jvp of the model, and of a part whose input comes from a part before the transform."""
+    torch.manual_seed(0)
+    model: Any = wrap(Encoder().double(), world, units=nn.Linear)
+    x, tangent = data(rank, world, 6), data(rank, world, 6, seed=1)
+    output, change = torch.func.jvp(model, (x,), (tangent,))
+    hidden = torch.tanh(model.inner(x))
+    inside, none = torch.func.jvp(lambda unused: model.outer(hidden), (x,), (tangent,))
+    assert torch.equal(none, torch.zeros_like(none))
+    inside.pow(2).mean().backward()
+    parts = {"output": output.detach(), "change": change.detach()}
+    if world > 1:
+        parts = {name: torch.cat(gather(value, world)) for name, value in parts.items()}
+        assert is_sharded(model)
+    return parts | grads_of(model)
+
+
+def test_forward_mode() -> None:
+    check(forward_mode)
+
+
 def two_models(rank: int, world: int) -> dict[str, torch.Tensor]:
     """Two equal models side by side, one fed by the other, stepped in turn."""
     torch.manual_seed(0)

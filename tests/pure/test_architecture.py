@@ -28,7 +28,7 @@ MAX_FUNCTION_LINES = 60
 # package itself: everything up to it is the engine, which knows no device by name and keeps no global state.
 LEVELS: dict[str, tuple[str, ...]] = {
     "L0": ("tensors", "device", "layout", "precision", "control", "dtensors", "internals", "outdated"),
-    "L1": ("placement", "topology", "collectives"),
+    "L1": ("placement", "topology", "collectives", "param"),
     "L2": ("segment", "unit", "gradients", "buffers", "ignored"),
     "L3": ("waits", "reductions", "schedule", "hooks"),
     "L4": ("units", "materialize", "module", "copying", "wrap", "replicas", "accumulate", "describe", "api"),
