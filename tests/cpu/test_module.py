@@ -67,7 +67,7 @@ def names(rank: int, world: int) -> None:
     for module in (*model.blocks[:2], [model.embed, model.position], model.blocks[2], model):
         hsdp.fully_shard(module, mesh=mesh)
     units = state_of(model).schedule.units
-    assert [unit.name for unit in units] == ["blocks.0", "blocks.1", "embed", "blocks.2", ""]
+    assert [unit.name for unit in units] == ["embed", "blocks.0", "blocks.1", "blocks.2", ""]
     assert {param.name for unit in units for param in unit.params} == {name for name, _ in model.named_parameters()}
 
 
