@@ -22,7 +22,6 @@ def token_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, model: nn
 
     Returns:
         `loss_sum x ranks / tokens of all ranks`, 0-dim. Its mean over ranks is the global mean loss; with microbatches
-        that of their sum.
         that of their sum. Where no rank has any tokens it is `loss_sum x ranks`, which is 0 then.
 
     Raises:

@@ -76,7 +76,7 @@ class Param:
     name: str  # qualified name from the wrapped module
     owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter; more than one when tied
     sharded: nn.Parameter  # until the segment is built: the parameter as the user made it
-    dim: int = 0  # the dim that is cut; layouts and buffers see it moved to the front
+    dim: int = 0  # the dim that is cut
     gathered_dtype: torch.dtype | None = None  # None: its own
     _shape: torch.Size | None = None
     inner: Inner | None = None  # how tensor parallelism distributed it before

@@ -69,14 +69,14 @@ def check_plans(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options) -
         for param in plan.params:
             tensor = param.sharded
             if param.inner is not None:
-                _check_inner(param.name, param.inner, mesh, options)
+                _check_inner(param.name, param.inner, mesh)
             if tensor.layout != torch.strided:
                 raise ValueError(f"parameter {param.name!r} has layout {tensor.layout}; only dense ones can be sharded")
             param.dim = _dim_of(param, options.shard_placement_fn)
             param.gathered_dtype = options.precision.param_dtype(param.name, tensor)
 
 
-def _check_inner(name: str, inner: Inner, mesh: DeviceMesh, options: Options) -> None:
+def _check_inner(name: str, inner: Inner, mesh: DeviceMesh) -> None:
     """A parameter that is distributed already can be cut further over other axes of the same mesh, and only there."""
     ours, theirs = mesh.mesh_dim_names, inner.mesh.mesh_dim_names
     try:

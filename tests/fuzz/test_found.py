@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from fuzz_cases import Case, Layer
 from fuzz_pool import Pool
@@ -23,14 +21,6 @@ CASES = {
     ),
     "recomputed, in two dtypes": Case((Layer("narrow", 64), Layer("norm")), (1, 3), wrap="bottom-up", recompute=True),
 }
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    pools = {world: Pool(world) for world in (1, 2, 3, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,9 +9,7 @@ named one in test_found.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
-import pytest
 from fuzz_cases import Case, cases, train
 from fuzz_pool import Pool
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -19,14 +17,6 @@ from models import assert_close
 
 NUM_CASES = int(os.environ.get("HSDP_FUZZ_CASES", "250"))
 SEED = os.environ.get("HSDP_FUZZ_SEED")
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    pools = {world: Pool(world) for world in (1, 2, 3, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 def check_case(case: Case, pools: dict[int, Pool]) -> None:
