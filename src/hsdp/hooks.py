@@ -118,7 +118,7 @@ class ModuleHooks:
             if last_backward[0] == self.schedule.num_backwards:
                 return
             last_backward[0] = self.schedule.num_backwards
-            for unit in self.units:
+            for unit in reversed(self.units):  # backwards come in the opposite order of forwards, here as well
                 self.schedule.pre_backward(unit, watched_inputs)
 
         for tensor in tensors:

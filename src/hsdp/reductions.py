@@ -81,7 +81,7 @@ class Reductions:
             if not segment.grads.offsets:
                 continue
             direct = [i for i in segment.grads.offsets if not segment.layout.slots[i].packed]
-            if segment.row.streaming:
+            if segment.row.any_order:
                 for i in direct:
                     if (segment, i) in state.missing:
                         self.send_direct(unit, segment, [i])

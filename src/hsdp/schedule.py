@@ -92,9 +92,12 @@ class Schedule:
 
     def _tag_units(self, salt: int) -> None:
         tag = TAG_SPACE + (salt % 1024) * 2**20
+        self.waits.messages.clear()
         for unit in self.units:
             unit.tag = tag
-            tag += 2 * unit.num_tags
+            for action in ("gather", "reduce"):
+                self.waits.messages.update(dict.fromkeys(range(tag, tag + unit.num_tags), (action, unit.name)))
+                tag += unit.num_tags
         if tag >= TAG_SPACE + (salt % 1024 + 1) * 2**20:
             raise ValueError(f"too many parameters for one wrapped module: their messages need {tag} tags of {2**20}")
 
@@ -273,6 +276,10 @@ class Schedule:
         """Gradients of the inputs of `unit` are complete."""
         state = self.states[unit]
         state.running = max(0, state.running - 1)
+        # Where calls must have one order, this moment is the same on all ranks; that of the last gradient is not if
+        # some ranks do not use a parameter. Autograd runs last made first: all gradients from inside are here.
+        if not unit.row.any_order and unit.reduces and self._has_run(state) and not self.reductions[unit].sent:
+            self.reductions.send_rest(unit)
         self._release_if_done(state)
 
     def gradient_ready(self, unit: Unit, segment: Segment, i: int) -> None:
@@ -288,8 +295,8 @@ class Schedule:
         reduction = self.reductions[unit]
         if reduction.sent:
             raise RuntimeError(
-                f"parameter {segment.params[i].name!r} got a second gradient in one backward after its unit was "
-                "reduced; a module used twice needs torch.utils.checkpoint with use_reentrant=False"
+                f"parameter {segment.params[i].name!r} got a gradient in a backward that has reduced its unit already; "
+                "a module used twice needs torch.utils.checkpoint with use_reentrant=False"
             )
         if unit.state is not State.GATHERED and not segment.in_place and state.unshard_in_backward:
             raise RuntimeError(
@@ -301,12 +308,16 @@ class Schedule:
         reduction.missing.discard((segment, i))
         if not unit.reduces:
             segment.keep_whole(i)
-        elif segment.row.streaming and not segment.layout.slots[i].packed:
+        elif segment.row.any_order and not segment.layout.slots[i].packed:
             self.reductions.send_direct(unit, segment, [i])
         if not reduction.missing:
-            if unit.reduces and not reduction.sent:
+            if unit.reduces and not reduction.sent and unit.row.any_order:
                 self.reductions.send_rest(unit)
             self._release_if_done(state)
+
+    def _has_run(self, state: UnitState) -> bool:
+        """Whether every backward of the unit's module that can be expected began and ended."""
+        return state.running == 0 and state.unit not in self._to_come
 
     def _release_if_done(self, state: UnitState) -> None:
         """Release a unit in backward once its gradients are complete and nothing of it runs any more.
@@ -314,8 +325,8 @@ class Schedule:
         One alone does not do: a branch that does not depend on the inputs may still run when their gradients are
         complete, and a frozen weight is still needed when the last trainable one has its gradient.
         """
-        missing = self.reductions[state.unit].missing
-        done = state.running == 0 and not missing and state.unit not in self._to_come
+        reduction = self.reductions[state.unit]
+        done = self._has_run(state) and (reduction.sent or not reduction.missing)
         if done and state.reshard_after_backward:
             self._release(state.unit)
 

@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from hsdp.collectives import WaitError
+from hsdp.collectives import PairingError, WaitError
 from hsdp.control import format_ranks
 from hsdp.internals import default_store
 
 GRACE_S = 5.0  # ranks that wait for each other time out within moments, so the last one is heard in this time
+
+SAME_UNITS = "All ranks of a row must run the same units, equally often and in one order"
 
 
 class Waits:
@@ -36,6 +38,7 @@ class Waits:
     def __init__(self, rank: int, ranks: Sequence[int], key: int) -> None:
         self._rank, self._ranks, self._key = rank, list(ranks), key
         self._failures = 0
+        self.messages: dict[int, tuple[str, str]] = {}  # by tag: what a message is for, and its unit
 
     @contextmanager
     def during(self, action: str, unit: str) -> Iterator[None]:
@@ -46,6 +49,15 @@ class Waits:
         """
         try:
             yield
+        except PairingError as error:
+            sent = [self.messages.get(tag, ("message", str(tag))) for tag in error.tags]
+            raise RuntimeError(
+                "ranks of a row called different things at the same time: "
+                + ", ".join(
+                    f"shard rank {i}: {what} of unit {name or '(root)'!r}" for i, (what, name) in enumerate(sent)
+                )
+                + f". {SAME_UNITS}"
+            ) from error
         except WaitError as error:
             here = {"action": action, "unit": unit or "(root)"}
             raise RuntimeError(self._explain(here, error)) from error
@@ -65,10 +77,7 @@ class Waits:
             *other,
             *([f"{format_ranks(silent)} did not fail: dead, stopped, or never came this far"] if silent else []),
         ]
-        return "; ".join(parts) + (
-            ". All ranks of a row must run the same units, equally often and in one order; ranks that wait for "
-            "something else skipped it"
-        )
+        return "; ".join(parts) + f". {SAME_UNITS}; ranks that wait for something else skipped it"
 
     def _exchange(self, here: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Notes of the other ranks that fail within the grace; none where there is no store any more."""

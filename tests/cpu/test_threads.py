@@ -19,7 +19,7 @@ from models import TOLERANCE, Recipe, Trained, assert_close, assert_same_trainin
 from torch import Tensor, nn
 
 import hsdp
-from hsdp.collectives import GroupedRow
+from hsdp.collectives import DirectRow, GroupedRow
 
 FP64 = torch.float64
 MESHES = [(1, 2), (2, 2), (2, 1), (1, 3)]
@@ -53,7 +53,7 @@ def build_sharded(recipe: Recipe, mesh: tuple[int, int], **options: Any) -> nn.M
         model = build(recipe)
     hsdp.hybrid_shard(model, mesh=mesh, announce=False, **options)
     rows = {type(segment.row) for unit in model._hsdp_state.schedule.units for segment in unit.segments}
-    assert rows == {GroupedRow}, "this is to test the way of other backends"
+    assert rows == {GroupedRow if mesh[1] > 1 else DirectRow}, "this is to test the way of other backends"
     return model
 
 
@@ -164,3 +164,89 @@ def test_parameters_that_some_ranks_use() -> None:
     assert sorted(want) == [f"choices.{i}.{kind}" for i in range(3) for kind in ("bias", "weight")]
     for got in in_threads(4, use_some):
         assert_close(got, want, TOLERANCE[FP64], "gradient")
+
+
+class Stage(nn.Module):
+    """A unit with a weight that every rank uses and one of the same size that some do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(301, 301), nn.Linear(301, 301)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        x = x + self.always(x).tanh() / 4
+        return x + self.sometimes(x).tanh() / 4 if use else x
+
+
+class Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Stage() for _ in range(4))
+
+    def forward(self, x: Tensor, part: int, parts: int, number: int) -> Tensor:
+        for place, stage in enumerate(self.stages):
+            x = stage(x, use=(place + part + number) % parts == 0)
+        return x
+
+
+def train_stages(rank: int, world: int, mesh: tuple[int, int] | None, parts: int, steps: int = 3) -> list[Any]:
+    """Gradients of every step; one plain process goes through all `parts` of the batch."""
+    with _building:
+        torch.manual_seed(0)
+        model = Stages().double()
+    if mesh is not None:
+        hsdp.hybrid_shard(model, mesh=mesh, units=Stage, announce=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(steps, parts, 3, 301, generator=torch.Generator().manual_seed(1), dtype=FP64)
+    grads = []
+    for number in range(steps):
+        mine = range(parts) if mesh is None else [rank]
+        loss = sum(model(data[number, part], part, parts, number).pow(2).mean() for part in mine)
+        (loss / len(mine)).backward()  # type: ignore[union-attr, operator]
+        grads.append({name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return grads
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 2), (1, 4)], ids=lambda mesh: f"{mesh[0]}x{mesh[1]}")
+def test_units_with_parameters_that_some_ranks_use(mesh: tuple[int, int]) -> None:
+    """Their last gradients appear in another order on every rank; calls must not."""
+    parts = mesh[0] * mesh[1]
+    want = train_stages(0, 1, None, parts)
+    for got in in_threads(parts, train_stages, mesh, parts):
+        for step, (one, other) in enumerate(zip(got, want, strict=True)):
+            assert_close(one, other, TOLERANCE[FP64], f"gradient of step {step}")
+
+
+# ---- ranks that call different things --------------------------------------------------------------------------------
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(301, 301) for _ in range(2))
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        return self.ways[way](x)
+
+
+def take_different_ways(rank: int, world: int, where: str) -> str:
+    """Rank 1 enters another unit of equal size than rank 0; nothing but their names tells them apart."""
+    with _building:
+        model = Either()
+    hsdp.hybrid_shard(model, mesh=(1, 2), units="Linear", announce=False)
+    x = torch.randn(3, 301, requires_grad=True)
+    with hsdp.gathered(model) if where == "reduce" else contextlib.nullcontext():
+        try:
+            model(x, rank).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("where", ["gather", "reduce"])
+def test_units_of_equal_size_are_never_mixed_up(where: str) -> None:
+    for text in in_threads(2, take_different_ways, where):
+        assert f"shard rank 0: {where} of unit 'ways.0'" in text, text
+        assert f"shard rank 1: {where} of unit 'ways.1'" in text, text

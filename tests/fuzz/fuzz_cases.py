@@ -6,8 +6,10 @@ A case is printed as the Python expression that makes it, to be pasted into test
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hsdp
+from hsdp.collectives import GroupedRow
 
 STEPS = 3
 ROWS = 12  # of a microbatch; divides by every world size
@@ -53,6 +56,7 @@ class Case:
     evaluate: bool = False  # between microbatches
     lone: bool = False  # a forward whose backward never comes before every optimizer step
     recompute: bool = False  # activation checkpointing around every layer
+    grouped: bool = False  # rows as on every backend but gloo
     seed: int = 0
 
     @property
@@ -86,6 +90,7 @@ cases = st.builds(
     evaluate=st.booleans(),
     lone=st.booleans(),
     recompute=st.sampled_from((False, False, True)),
+    grouped=st.sampled_from((False, False, True)),
     seed=st.integers(0, 3),
 )
 
@@ -182,6 +187,18 @@ def wrap(model: FuzzModel, case: Case) -> None:
         return Shard(param.ndim - 1) if case.last_dim and param.ndim > 1 else None
 
     options: dict[str, Any] = {"reshard_after_forward": case.reshard, "shard_placement_fn": placement, "timeout_s": 20}
+    with grouped_rows() if case.grouped else contextlib.nullcontext():
+        wrap_as(model, case, options)
+
+
+@contextlib.contextmanager
+def grouped_rows() -> Iterator[None]:
+    """Rows made inside go the way of backends without tags, over gloo."""
+    with mock.patch("hsdp.wrap.make_row", lambda group, *_: GroupedRow(group)):
+        yield
+
+
+def wrap_as(model: FuzzModel, case: Case, options: dict[str, Any]) -> None:
     if case.wrap.startswith("bottom-up"):
         mesh = hsdp.init_mesh(replicate=case.mesh[0], shard=case.mesh[1])
         for layer in [*model.layers, model.head] if case.wrap == "bottom-up" else []:

@@ -20,6 +20,12 @@ CASES = {
         (Layer("twice", 131), Layer("scalar")), (4, 1), micro=("cross-reduce", "plain", "reduce", "plain"), zero="never"
     ),
     "recomputed, in two dtypes": Case((Layer("narrow", 64), Layer("norm")), (1, 3), wrap="bottom-up", recompute=True),
+    "one order of calls, tied across units": Case(
+        (Layer("bare", 6), Layer("tied"), Layer("tied")), (1, 2), wrap="every layer", grouped=True
+    ),
+    "one order of calls, used by some ranks only": Case(
+        (Layer("branch", 300, use="some"), Layer("branch", 300, use="some")), (2, 2), wrap="every layer", grouped=True
+    ),
 }
 
 
