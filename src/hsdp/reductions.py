@@ -2,7 +2,12 @@
 
     gradient of a large parameter --send_direct--> in flight --drain--> arrived
     the last gradient of a unit   --send_rest----> packed small ones, flags, zeros for what got no gradient
+    backward left a unit  --leave---> the same, where gradients miss; and from here on its reductions may be waited for
     every reduction of a unit arrived: `Gradients` hears of it and sends full buckets down the column
+
+What is on its way is bounded: a rank that is ahead waits. It waits only for units that its backward has left. Ranks may
+use different parameters of a unit, so before that another rank may wait for this one to send something else; all leave
+units in one order, so among ranks that wait the one that has come least far waits for what every rank has sent.
 
 Must not know when units are gathered or released.
 """
@@ -13,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hsdp.collectives import Pending, WaitError
 from hsdp.gradients import Gradients
@@ -21,12 +27,21 @@ from hsdp.unit import Unit
 from hsdp.waits import Waits
 
 
+class InFlight(NamedTuple):
+    """A reduction on its way."""
+
+    unit: Unit
+    pending: Pending
+    num_bytes: int
+
+
 @dataclass(eq=False)
 class UnitReduction:
     """One unit in one backward."""
 
     unit: Unit
     missing: set[tuple[Segment, int]] = field(default_factory=set)  # gradients this backward still waits for
+    in_flight: list[InFlight] = field(default_factory=list)  # before backward left the unit
     outstanding: int = 0  # reductions sent and not finished
     sent: bool = False  # whether every reduction of this backward is sent
     written: set[tuple[Segment, int]] = field(default_factory=set)  # direct slots reduced in this backward
@@ -37,10 +52,8 @@ class Reductions:
 
     def __init__(self, units: Sequence[Unit], waits: Waits) -> None:
         self._of_unit = {unit: UnitReduction(unit) for unit in units}
-        self._unit_of = {segment: unit for unit in units for segment in unit.segments}
         self._waits = waits
-        self._in_flight: deque[tuple[Pending, Segment, int]] = deque()
-        self._in_flight_bytes = 0
+        self._in_flight: deque[InFlight] = deque()  # of units that backward left
         largest = max((unit.gathered_bytes for unit in units), default=0)
         self._max_in_flight_bytes = max(largest // 2, 1)
         self._gradients: Gradients | None = None
@@ -97,20 +110,35 @@ class Reductions:
         state.sent = True
         self._check_arrived(state)
 
+    def leave(self, unit: Unit) -> None:
+        """Backward leaves `unit`, at the same place among units on every rank of a row."""
+        state = self._of_unit[unit]
+        if not state.sent:
+            self.send_rest(unit)
+        self._leave(state)
+        self._wait_for_room(0)
+
+    def _leave(self, state: UnitReduction) -> None:
+        self._in_flight += state.in_flight
+        state.in_flight = []
+
     def _launch(self, state: UnitReduction, segment: Segment, pending: Pending, num_bytes: int) -> None:
         state.outstanding += 1
-        self._in_flight.append((pending, segment, num_bytes))
-        self._in_flight_bytes += num_bytes
-        limit = self._max_in_flight_bytes if segment.row.size > 1 else 0
-        while self._in_flight and self._in_flight_bytes > limit:
-            self._finish_oldest()
+        state.in_flight.append(InFlight(state.unit, pending, num_bytes))
+        if segment.row.size == 1:  # nothing to wait for
+            self._finish(state.in_flight.pop())
+        self._wait_for_room(sum(each.num_bytes for each in state.in_flight))
 
-    def _finish_oldest(self) -> None:
-        pending, segment, num_bytes = self._in_flight.popleft()
-        state = self._of_unit[self._unit_of[segment]]
+    def _wait_for_room(self, num_bytes: int) -> None:
+        num_bytes += sum(each.num_bytes for each in self._in_flight)
+        while self._in_flight and num_bytes > self._max_in_flight_bytes:
+            num_bytes -= self._in_flight[0].num_bytes
+            self._finish(self._in_flight.popleft())
+
+    def _finish(self, reduction: InFlight) -> None:
+        state = self._of_unit[reduction.unit]
         with self._waits.during("reduce", state.unit.name):
-            pending.drain()
-        self._in_flight_bytes -= num_bytes
+            reduction.pending.drain()
         state.outstanding -= 1
         self._check_arrived(state)
 
@@ -126,8 +154,10 @@ class Reductions:
         for unit in reversed(self._of_unit):
             if unit.reduces and not self._of_unit[unit].sent:
                 self.send_rest(unit)
+        for unit in reversed(self._of_unit):
+            self._leave(self._of_unit[unit])
         while self._in_flight:
-            self._finish_oldest()
+            self._finish(self._in_flight.popleft())
 
     def end(self) -> None:
         """The backward is over: nothing misses any more."""
@@ -136,10 +166,11 @@ class Reductions:
 
     def drop(self) -> None:
         """Wait for what is on its way, and forget it."""
+        for state in self._of_unit.values():
+            self._leave(state)
         while self._in_flight:
             with suppress(WaitError):
-                self._in_flight.popleft()[0].drain()
-        self._in_flight_bytes = 0
+                self._in_flight.popleft().pending.drain()
 
 
 def _first_tag(unit: Unit, segment: Segment) -> int:

@@ -276,10 +276,10 @@ class Schedule:
         """Gradients of the inputs of `unit` are complete."""
         state = self.states[unit]
         state.running = max(0, state.running - 1)
-        # Where calls must have one order, this moment is the same on all ranks; that of the last gradient is not if
-        # some ranks do not use a parameter. Autograd runs last made first: all gradients from inside are here.
-        if not unit.row.any_order and unit.reduces and self._has_run(state) and not self.reductions[unit].sent:
-            self.reductions.send_rest(unit)
+        # This moment is the same on all ranks; that of the last gradient is not if some ranks do not use a parameter.
+        # Autograd runs last made first: all gradients from inside are here.
+        if unit.row.size > 1 and unit.reduces and not self.creates_graph and self._has_run(state):
+            self.reductions.leave(unit)
         self._release_if_done(state)
 
     def gradient_ready(self, unit: Unit, segment: Segment, i: int) -> None:

@@ -20,6 +20,15 @@ CASES = {
         (Layer("twice", 131), Layer("scalar")), (4, 1), micro=("cross-reduce", "plain", "reduce", "plain"), zero="never"
     ),
     "recomputed, in two dtypes": Case((Layer("narrow", 64), Layer("norm")), (1, 3), wrap="bottom-up", recompute=True),
+    "some ranks wait for what others send later": Case(
+        (Layer("linear", 1),) * 3 + (Layer("branch", 1, use="some"), Layer("linear", 3, use="never")),
+        (1, 4),
+        wrap="auto",
+        last_dim=True,
+        micro=("plain", "plain"),
+        clip=True,
+        seed=1,
+    ),
     "one order of calls, tied across units": Case(
         (Layer("bare", 6), Layer("tied"), Layer("tied")), (1, 2), wrap="every layer", grouped=True
     ),
