@@ -278,7 +278,7 @@ class Schedule:
         state.running = max(0, state.running - 1)
         # This moment is the same on all ranks; that of the last gradient is not if some ranks do not use a parameter.
         # Autograd runs last made first: all gradients from inside are here, unless the graph of a graph is in use.
-        # A tied parameter may get its gradient from a later module; where calls have any order, that can wait for the end.
+        # A tied parameter may get its gradient later; where calls have any order, that may wait for the end.
         tied = unit.row.any_order and any(len(param.owners) > 1 for param in unit.params)
         if unit.row.size > 1 and unit.reduces and not (self.keeps_gathered or tied) and self._has_run(state):
             self.reductions.leave(unit)
