@@ -8,11 +8,11 @@ first one before each training forward, which is what DDP does.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hsdp.collectives import broadcast_first
 from hsdp.precision import Precision, cast_floats
 
 POLICIES = ("wrap", "forward")
@@ -36,8 +36,7 @@ def broadcast_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
     for same in buffers.values():
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
         for axis in reversed(range(mesh.ndim)):
-            if mesh.size(axis) > 1:
-                dist.broadcast(flat, group=mesh.get_group(axis), group_src=0)
+            broadcast_first(flat, mesh.get_group(axis), flat.device)
         with torch.no_grad():
             for buffer, part in zip(same, flat.split([buffer.numel() for buffer in same]), strict=True):
                 buffer.copy_(part.view(buffer.shape))

@@ -356,3 +356,16 @@ class Column:
         """Sum `bucket` over the column, in place; every rank ends with the same bits."""
         work = dist.all_reduce(bucket, group=self._group, async_op=True)
         return Pending([work], (), self._timeout, keep=[bucket])
+
+
+def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Broadcast from the group's first rank, in place."""
+    if group.size() == 1 or not tensor.numel():
+        return
+    with torch.no_grad():
+        source = tensor.detach()
+        sent = source.to(device).contiguous()
+        # As bytes: backends know few dtypes.
+        dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
+        if sent.data_ptr() != source.data_ptr():
+            source.copy_(sent)

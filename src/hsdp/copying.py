@@ -95,4 +95,5 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
     modules = tuple(memo[id(module)] for module in unit.modules)
     new = Unit(unit.name, modules, params, unit.mesh, unit.row, unit.precision, unit.device)
     new.reduces, new.cross_reduces, new.divide_factor = unit.reduces, unit.cross_reduces, unit.divide_factor
+    new.all_reduce_hook, new.before_first_gather = unit.all_reduce_hook, unit.before_first_gather
     return new

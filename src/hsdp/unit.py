@@ -65,7 +65,7 @@ class Unit:
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None  # the user's, on final sums
         self.listener: Callable[[Unit, Segment, int], None] | None = None  # hears of every complete gradient
         self.changed: Callable[[], None] | None = None  # called when the segments are other ones
-        self.before_first_gather: Callable[[], None] | None = None
+        self.before_first_gather: Callable[[Unit], None] | None = None
         self.exposed = False  # whether full parameters were seen outside of forward and backward
         self._outdated: list[OutdatedGrad | None] = []  # for the full forms, made when first needed
         self._marked = False
@@ -135,7 +135,7 @@ class Unit:
                 "with assign=True, or give init= when wrapping"
             )
         if self.before_first_gather is not None:
-            self.before_first_gather()
+            self.before_first_gather(self)
             self.before_first_gather = None
         tag = self.tag
         for segment in self.segments:

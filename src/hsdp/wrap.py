@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from hsdp.buffers import POLICIES, broadcast_buffers, place_buffers
-from hsdp.collectives import Column, make_column, make_row
+from hsdp.collectives import Column, broadcast_first, make_column, make_row
 from hsdp.control import exchange_over_mesh, first_difference
 from hsdp.copying import deepcopy_wrapped
 from hsdp.device import DeviceHandle
@@ -163,7 +163,7 @@ def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: i
         precision = options.precision if plan is plans[-1] else replace(options.precision, output=None)
         unit = Unit(plan.name, tuple(plan.modules), plan.params, mesh, row, precision, device)
         if options.sync_replicas and unit.is_meta:
-            unit.before_first_gather = partial(_sync_late, unit, mesh)
+            unit.before_first_gather = partial(_sync_late, mesh=mesh)
         elif options.sync_replicas:
             sync_columns(unit, mesh)
         units[id(plan)] = unit
@@ -236,7 +236,7 @@ def settle_rest(modules: Sequence[nn.Module], schedule: Schedule, mesh: DeviceMe
         schedule.ignored = IgnoredGradients(ignored, mesh)
         for _, param in ignored if options.sync_replicas else []:
             for axis in reversed(range(mesh.ndim)):
-                _broadcast(param, mesh.get_group(axis), device)
+                broadcast_first(param, mesh.get_group(axis), device)
     trainable = [name for name, param in ignored if param.requires_grad]
     if trainable and not options.reduce_ignored and mesh.size() > 1 and mesh.mesh.flatten()[0] == dist.get_rank():
         warnings.warn(
@@ -255,14 +255,14 @@ def sync_rows(plan: UnitPlan, mesh: DeviceMesh, device: torch.device) -> None:
     group = mesh.get_group(mesh.ndim - 1)
     for param in plan.params:
         if not param.sharded.is_meta:
-            _broadcast(local_of(param.sharded), group, device)
+            broadcast_first(local_of(param.sharded), group, device)
 
 
 def sync_columns(unit: Unit, mesh: DeviceMesh) -> None:
     """Give every row the shards of the first one."""
     if mesh.ndim == 2:
         for segment in unit.segments:
-            _broadcast(segment.shard, mesh.get_group(0), segment.shard.device)
+            broadcast_first(segment.shard, mesh.get_group(0), segment.shard.device)
 
 
 def _sync_late(unit: Unit, mesh: DeviceMesh) -> None:
@@ -270,16 +270,3 @@ def _sync_late(unit: Unit, mesh: DeviceMesh) -> None:
     sync_columns(unit, mesh)
     for module in unit.modules:
         broadcast_buffers(module, mesh)
-
-
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Broadcast from the group's first rank, in place."""
-    if group.size() == 1 or not tensor.numel():
-        return
-    with torch.no_grad():
-        source = tensor.detach()
-        sent = source.to(device).contiguous()
-        # As bytes: backends know few dtypes.
-        dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
-        if sent.data_ptr() != source.data_ptr():
-            source.copy_(sent)

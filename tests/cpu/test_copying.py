@@ -72,6 +72,7 @@ def settings(rank: int, world: int) -> None:
     model: Any = wrap(Encoder().double(), world, units=nn.Linear, reshard_after_forward=False)
     hsdp.register_forward_method(model, "encode")
     model.set_gradient_divide_factor(8.0)
+    model.inner.set_all_reduce_hook(lambda sums: sums.mul_(3))
     model.register_forward_hook(lambda module, args, out: out * 2)
     calls: list[int] = []
     model.inner.weight.register_hook(lambda grad: calls.append(1))
@@ -97,6 +98,27 @@ def settings(rank: int, world: int) -> None:
 
 def test_a_copy_has_the_settings_of_the_model() -> None:
     run_ranks(4, settings)
+
+
+def copy_early(rank: int, world: int) -> None:
+    """Rows that were initialized differently are made equal at the first gather, in a copy as well."""
+    with torch.device("meta"):
+        model = Encoder()
+    mesh = hsdp.init_mesh(replicate=2, shard=2)
+    for part in (model.inner, model.outer, model):
+        hsdp.fully_shard(part, mesh=mesh)
+    model.to_empty(device="cpu")
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_()
+    twin: Any = copy.deepcopy(model)
+    twin(data(rank, world, 6).float())
+    hsdp.check_replicas(twin)
+
+
+def test_a_copy_made_before_the_first_gather() -> None:
+    run_ranks(4, copy_early)
 
 
 def average(rank: int, world: int) -> dict[str, torch.Tensor]:

@@ -72,6 +72,19 @@ def first_rank_alone(rank: int, world: int) -> list[torch.Tensor]:
     return seen
 
 
+def small_buffers(rank: int, world: int) -> None:
+    model = nn.Linear(6, 6)
+    model.register_buffer("scale", torch.full((3,), float(rank)).to(torch.float8_e4m3fn))
+    model.register_buffer("seen", torch.tensor(rank > 0))
+    hsdp.hybrid_shard(model, mesh=(2, 2), announce=False)
+    assert model.scale.float().tolist() == [0.0] * 3
+    assert not model.seen
+
+
+def test_buffers_of_any_dtype_are_made_equal() -> None:
+    run_ranks(4, small_buffers)
+
+
 def refuse_policy(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="sync_buffers='always': expected one of 'wrap', 'forward'"):
         hsdp.hybrid_shard(Statistics(), shard=2, sync_buffers="always")  # type: ignore[arg-type]
