@@ -124,9 +124,11 @@ class Reductions:
 
     def _launch(self, state: UnitReduction, segment: Segment, pending: Pending, num_bytes: int) -> None:
         state.outstanding += 1
-        state.in_flight.append(InFlight(state.unit, pending, num_bytes))
+        reduction = InFlight(state.unit, pending, num_bytes)
         if segment.row.size == 1:  # nothing to wait for
-            self._finish(state.in_flight.pop())
+            self._finish(reduction)
+            return
+        state.in_flight.append(reduction)
         self._wait_for_room(sum(each.num_bytes for each in state.in_flight))
 
     def _wait_for_room(self, num_bytes: int) -> None:
