@@ -110,7 +110,7 @@ class ModuleHooks:
         tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
         if not tensors:
             return False
-        watched_inputs = self._num_watched_inputs > 0
+        watched_inputs, forward = self._num_watched_inputs > 0, self.schedule.num_forwards
         last_backward = [-1]  # with retain_graph the same outputs see several
 
         def pre_backward(_: torch.Tensor) -> None:
@@ -119,7 +119,7 @@ class ModuleHooks:
                 return
             last_backward[0] = self.schedule.num_backwards
             for unit in reversed(self.units):  # backwards come in the opposite order of forwards, here as well
-                self.schedule.pre_backward(unit, watched_inputs)
+                self.schedule.pre_backward(unit, forward, watched_inputs)
 
         for tensor in tensors:
             tensor.register_hook(pre_backward)

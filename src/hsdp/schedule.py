@@ -84,7 +84,8 @@ class Schedule:
         self._gradients: Gradients | None = None
         self._order: list[Unit] = []  # units in the order of this forward
         self._last_order: list[Unit] = []  # and of the one before
-        self._to_come: list[Unit] = []  # units whose backward is still to come, in forward order
+        self.num_forwards = 0  # of the root
+        self._to_come: dict[int, list[Unit]] = {}  # by forward: units whose backward is still to come, in its order
         self.reductions = Reductions(units, self.waits)
         for unit in units:
             unit.listener, unit.changed = self.gradient_ready, self._take_segments
@@ -119,6 +120,7 @@ class Schedule:
             if is_backward_running():
                 return  # a recomputation
             self.recover()  # the last backward ended in an exception that the caller has dealt with
+        self.num_forwards += 1
         for state in self.states.values():
             state.in_forward = 0
         if self._order:
@@ -161,7 +163,7 @@ class Schedule:
         state = self.states[unit]
         state.in_forward = max(0, state.in_forward - 1)
         if needs_backward:
-            self._to_come.append(unit)
+            self._to_come.setdefault(self.num_forwards, []).append(unit)
         reshard = state.reshard_after_forward
         if reshard is None:
             at_end = unit is self.units[-1] or self._order == self._last_order
@@ -174,7 +176,7 @@ class Schedule:
         if self.in_backward:
             return
         for unit in self.units:
-            if not needs_backward and not self._to_come:
+            if not needs_backward and not any(self._to_come.values()):
                 self._release(unit)
             unit.exposed |= unit.state is State.GATHERED
 
@@ -254,8 +256,8 @@ class Schedule:
             self._gradients = Gradients(self.units[::-1], self.column, BUCKET_BYTES)
         return self._gradients
 
-    def pre_backward(self, unit: Unit, ends: bool) -> None:
-        """Gradients reach the output of `unit`: gather it and start on the one before.
+    def pre_backward(self, unit: Unit, forward: int, ends: bool) -> None:
+        """Gradients reach the output that `unit` had in a forward: gather it and start on the one before.
 
         `ends` says whether a `post_backward` will follow. Without one (no input needs a gradient) the unit's own
         gradients are all that its backward is for, and it ends with the last of them.
@@ -265,10 +267,13 @@ class Schedule:
         state.running += int(ends)
         if state.unshard_in_backward:
             self.gather(unit)
-        if unit in self._to_come:  # not so in a recomputation, and in a second backward through the same graph
-            while self._to_come.pop() is not unit:
+        to_come = self._to_come.get(forward, [])  # other forwards may be under way
+        # Not so in a recomputation, in a second backward through the same graph, and for a module whose output is that
+        # of a part of it, which came first.
+        if unit in to_come:
+            while to_come.pop() is not unit:
                 pass
-        for earlier in self._to_come[-1:] if state.backward_prefetch is None else state.backward_prefetch:
+        for earlier in to_come[-1:] if state.backward_prefetch is None else state.backward_prefetch:
             if self.states[earlier].unshard_in_backward:
                 earlier.start_gather()
 
@@ -319,7 +324,7 @@ class Schedule:
 
     def _has_run(self, state: UnitState) -> bool:
         """Whether every backward of the unit's module that can be expected began and ended."""
-        return state.running == 0 and state.unit not in self._to_come
+        return state.running == 0 and not any(state.unit in units for units in self._to_come.values())
 
     def _release_if_done(self, state: UnitState) -> None:
         """Release a unit in backward once its gradients are complete and nothing of it runs any more.
@@ -355,7 +360,7 @@ class Schedule:
             for param in unit.params:
                 param.gathered.grad = param.whole = None
         self._gradients = None
-        self._to_come, self._order = [], []
+        self._to_come, self._order = {}, []
         self.keeps_gathered = False
         self.reset()
 
@@ -364,7 +369,7 @@ class Schedule:
         self.in_backward = False
         self.reductions.end()
         if self.is_last_backward:  # otherwise forwards of other microbatches still wait for theirs
-            self._to_come = []
+            self._to_come = {}
             if self._order:
                 self._last_order, self._order = self._order, []
         for state in self.states.values():

@@ -444,6 +444,28 @@ def test_one_logical_backward_of_several_calls(schedule: str) -> None:
     check(one_forward_one_backward, schedule)
 
 
+def pipeline_with_a_unit_used_twice(rank: int, world: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.Linear(6, 301), nn.Tanh(), nn.Linear(301, 6))
+    model: Any = wrap(nn.Sequential(nn.Linear(6, 6), part, nn.Tanh(), part).double(), world, units=nn.Linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2):
+        losses = [model(data(rank, world, 6, seed=3 * number + micro)).pow(2).mean() for micro in range(3)]
+        for micro, loss in enumerate(losses):
+            if world > 1:
+                model.set_is_last_backward(micro == 2)
+                model.set_requires_gradient_sync(micro == 2)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert world == 1 or is_sharded(model)
+    return params_of(model)
+
+
+def test_one_logical_backward_through_a_unit_used_twice() -> None:
+    check(pipeline_with_a_unit_used_twice)
+
+
 class Chunked(nn.Module):
     """A body, and a head whose loss is computed chunk by chunk, so that no rank holds all its outputs."""
 

@@ -158,3 +158,47 @@ def call_by_hand(rank: int, world: int, mesh: tuple[int, int], units: Any) -> di
 @pytest.mark.parametrize("mesh", MESHES)
 def test_children_called_by_hand(mesh: tuple[int, int]) -> None:
     check(call_by_hand, mesh, [Part, nn.Linear])
+
+
+class Inner(nn.Module):
+    """A unit whose parameter belongs to the module around it as well."""
+
+    def __init__(self, table: nn.Parameter) -> None:
+        super().__init__()
+        self.table, self.own = table, nn.Linear(5, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.own(x @ self.table))
+
+
+class Outer(nn.Module):
+    """Uses a tied parameter before and after the unit that has it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 5))
+        self.inner = Inner(self.table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x + self.table.sum(1)) @ self.table.tanh()
+
+
+def use_around_the_unit(rank: int, world: int, mesh: tuple[int, int]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = wrap(Outer().double(), world, mesh, units=Inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = {}
+    for number in range(3):
+        x = data(rank, world, 7, seed=number).requires_grad_(number == 2)
+        with torch.no_grad():
+            found[f"output {number}"] = model(data(0, 1, 7, seed=number))
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        assert world == 1 or is_sharded(model)
+    return found | params_of(model) | grads_of(model)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_tied_parameter_used_around_its_unit(mesh: tuple[int, int]) -> None:
+    check(use_around_the_unit, mesh)
