@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from hsdp.internals import in_transform
-from hsdp.schedule import Schedule
+from hsdp.schedule import Call, Schedule
 from hsdp.tensors import find_tensors, map_tensors
 from hsdp.unit import Unit
 
@@ -74,10 +74,10 @@ class ModuleHooks:
 
     def post_forward(self, output: Any) -> Any:
         """Release, cast the outputs, and watch for the first gradient that reaches one of them."""
-        needs_backward = torch.is_grad_enabled() and self._watch_outputs(output)
+        call = Call(self.units, self.schedule.num_forwards)
+        needs_backward = torch.is_grad_enabled() and self._watch_outputs(output, call)
         keep = torch.is_grad_enabled() and in_transform()
-        for unit in self.units:
-            self.schedule.post_forward(unit, needs_backward or keep, keep)
+        self.schedule.post_forward(call, needs_backward or keep, keep)
         if self.is_root:
             self.schedule.end_forward(needs_backward or keep)
         return self.precision.cast_out(output)
@@ -106,11 +106,11 @@ class ModuleHooks:
             register_multi_grad_hook(views, self._post_backward, mode="all")
         return args, kwargs
 
-    def _watch_outputs(self, output: Any) -> bool:
+    def _watch_outputs(self, output: Any, call: Call) -> bool:
         tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
         if not tensors:
             return False
-        watched_inputs, forward = self._num_watched_inputs > 0, self.schedule.num_forwards
+        watched_inputs = self._num_watched_inputs > 0
         last_backward = [-1]  # with retain_graph the same outputs see several
 
         def pre_backward(_: torch.Tensor) -> None:
@@ -118,8 +118,7 @@ class ModuleHooks:
             if last_backward[0] == self.schedule.num_backwards:
                 return
             last_backward[0] = self.schedule.num_backwards
-            for unit in reversed(self.units):  # backwards come in the opposite order of forwards, here as well
-                self.schedule.pre_backward(unit, forward, watched_inputs)
+            self.schedule.pre_backward(call, watched_inputs)
 
         for tensor in tensors:
             tensor.register_hook(pre_backward)

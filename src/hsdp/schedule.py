@@ -56,6 +56,19 @@ class UnitState:
             setattr(self, name, None if named is None else [counterparts[u] for u in named if u in counterparts])
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One forward of a wrapped module.
+
+    Args:
+        units: what it needs: the module's own, then those that own parameters tied to its own.
+        number: of the root's forward that it is a part of.
+    """
+
+    units: list[Unit]
+    number: int
+
+
 class Schedule:
     """One schedule for a root module and all units below it.
 
@@ -85,7 +98,7 @@ class Schedule:
         self._order: list[Unit] = []  # units in the order of this forward
         self._last_order: list[Unit] = []  # and of the one before
         self.num_forwards = 0  # of the root
-        self._to_come: dict[int, list[Unit]] = {}  # by forward: units whose backward is still to come, in its order
+        self._to_come: dict[int, list[Call]] = {}  # by number: those whose backward is still to come, as they ended
         self.reductions = Reductions(units, self.waits)
         for unit in units:
             unit.listener, unit.changed = self.gradient_ready, self._take_segments
@@ -153,23 +166,24 @@ class Schedule:
             return [self._last_order[done]]
         return []
 
-    def post_forward(self, unit: Unit, needs_backward: bool, keep: bool = False) -> None:
-        """Release `unit` after its forward unless backward, or the very next forward, needs it at once.
+    def post_forward(self, call: Call, needs_backward: bool, keep: bool = False) -> None:
+        """Release units after a forward unless backward, or the very next forward, needs them at once.
 
-        `keep`: a backward may follow that no hook tells of; it is released at the end of that.
+        `keep`: a backward may follow that no hook tells of; they are released at the end of that.
         """
         if self.in_backward:
             return
-        state = self.states[unit]
-        state.in_forward = max(0, state.in_forward - 1)
         if needs_backward:
-            self._to_come.setdefault(self.num_forwards, []).append(unit)
-        reshard = state.reshard_after_forward
-        if reshard is None:
-            at_end = unit is self.units[-1] or self._order == self._last_order
-            reshard = not at_end and unit not in self._expected()
-        if state.in_forward == 0 and (reshard or not needs_backward) and not keep:
-            self._release(unit)
+            self._to_come.setdefault(call.number, []).append(call)
+        for unit in call.units:
+            state = self.states[unit]
+            state.in_forward = max(0, state.in_forward - 1)
+            reshard = state.reshard_after_forward
+            if reshard is None:
+                at_end = unit is self.units[-1] or self._order == self._last_order
+                reshard = not at_end and unit not in self._expected()
+            if state.in_forward == 0 and (reshard or not needs_backward) and not keep:
+                self._release(unit)
 
     def end_forward(self, needs_backward: bool) -> None:
         """The root's forward ended. Without a backward to come nothing stays gathered."""
@@ -256,26 +270,30 @@ class Schedule:
             self._gradients = Gradients(self.units[::-1], self.column, BUCKET_BYTES)
         return self._gradients
 
-    def pre_backward(self, unit: Unit, forward: int, ends: bool) -> None:
-        """Gradients reach the output that `unit` had in a forward: gather it and start on the one before.
+    def pre_backward(self, call: Call, ends: bool) -> None:
+        """Gradients reach an output of `call`: gather its units and start on those of the one before.
 
         `ends` says whether a `post_backward` will follow. Without one (no input needs a gradient) the unit's own
         gradients are all that its backward is for, and it ends with the last of them.
         """
         self.enter_backward()
-        state = self.states[unit]
-        state.running += int(ends)
-        if state.unshard_in_backward:
-            self.gather(unit)
-        to_come = self._to_come.get(forward, [])  # other forwards may be under way
-        # Not so in a recomputation, in a second backward through the same graph, and for a module whose output is that
-        # of a part of it, which came first.
-        if unit in to_come:
-            while to_come.pop() is not unit:
+        backwards = call.units[::-1]  # also here they come in the opposite order of forwards
+        for unit in backwards:
+            self.states[unit].running += int(ends)
+            if self.states[unit].unshard_in_backward:
+                self.gather(unit)
+        to_come = self._to_come.get(call.number, [])  # other forwards may be under way
+        # Not so in a recomputation, in a second backward through the same graph, and where an output is that of a part
+        # of the module, which came first.
+        if call in to_come:
+            while to_come.pop() is not call:
                 pass
-        for earlier in to_come[-1:] if state.backward_prefetch is None else state.backward_prefetch:
-            if self.states[earlier].unshard_in_backward:
-                earlier.start_gather()
+        before = to_come[-1].units[::-1] if to_come else []
+        for unit in backwards:
+            chosen = self.states[unit].backward_prefetch
+            for earlier in before if chosen is None else chosen:
+                if self.states[earlier].unshard_in_backward:
+                    earlier.start_gather()
 
     def post_backward(self, unit: Unit) -> None:
         """Gradients of the inputs of `unit` are complete."""
@@ -283,8 +301,8 @@ class Schedule:
         state.running = max(0, state.running - 1)
         # This moment is the same on all ranks; that of the last gradient is not if some ranks do not use a parameter.
         # Autograd runs last made first: all gradients from inside are here, unless the graph of a graph is in use.
-        # A tied parameter may get its gradient later; where calls have any order, that may wait for the end.
-        tied = unit.row.any_order and any(len(param.owners) > 1 for param in unit.params)
+        # A tied parameter may get its gradient later, and waits for the end.
+        tied = any(len(param.owners) > 1 for param in unit.params)
         if unit.row.size > 1 and unit.reduces and not (self.keeps_gathered or tied) and self._has_run(state):
             self.reductions.leave(unit)
         self._release_if_done(state)
@@ -324,7 +342,8 @@ class Schedule:
 
     def _has_run(self, state: UnitState) -> bool:
         """Whether every backward of the unit's module that can be expected began and ended."""
-        return state.running == 0 and not any(state.unit in units for units in self._to_come.values())
+        to_come = any(state.unit in call.units for calls in self._to_come.values() for call in calls)
+        return state.running == 0 and not to_come
 
     def _release_if_done(self, state: UnitState) -> None:
         """Release a unit in backward once its gradients are complete and nothing of it runs any more.

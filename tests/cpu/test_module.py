@@ -444,17 +444,29 @@ def test_one_logical_backward_of_several_calls(schedule: str) -> None:
     check(one_forward_one_backward, schedule)
 
 
-def pipeline_with_a_unit_used_twice(rank: int, world: int) -> dict[str, torch.Tensor]:
+class Scaled(nn.Module):
+    """Its output is that of its last part, so that gradients reach both at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.last = nn.Parameter(torch.rand(6, 301)), nn.Linear(301, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(x @ self.scale))
+
+
+def use_a_unit_twice(rank: int, world: int, units: Any, num_micro: int, together: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    part = nn.Sequential(nn.Linear(6, 301), nn.Tanh(), nn.Linear(301, 6))
-    model: Any = wrap(nn.Sequential(nn.Linear(6, 6), part, nn.Tanh(), part).double(), world, units=nn.Linear)
+    part = Scaled()
+    model: Any = wrap(nn.Sequential(nn.Linear(6, 6), part, nn.Tanh(), part).double(), world, units=units)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
-        losses = [model(data(rank, world, 6, seed=3 * number + micro)).pow(2).mean() for micro in range(3)]
+        losses = [model(data(rank, world, 6, seed=3 * number + i)).pow(2).mean() for i in range(num_micro)]
+        losses = [torch.stack(losses).sum()] if together else losses
         for micro, loss in enumerate(losses):
             if world > 1:
-                model.set_is_last_backward(micro == 2)
-                model.set_requires_gradient_sync(micro == 2)
+                model.set_is_last_backward(micro == len(losses) - 1)
+                model.set_requires_gradient_sync(micro == len(losses) - 1)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -462,8 +474,18 @@ def pipeline_with_a_unit_used_twice(rank: int, world: int) -> dict[str, torch.Te
     return params_of(model)
 
 
-def test_one_logical_backward_through_a_unit_used_twice() -> None:
-    check(pipeline_with_a_unit_used_twice)
+@pytest.mark.parametrize(
+    ("units", "num_micro", "together"),
+    [
+        (nn.Linear, 3, False),
+        (nn.Linear, 3, True),
+        ([Scaled, nn.Linear], 1, False),
+        ([Scaled, nn.Linear], 3, True),
+        (Scaled, 2, False),
+    ],
+)
+def test_backward_through_a_unit_used_twice(units: Any, num_micro: int, together: bool) -> None:
+    check(use_a_unit_twice, units, num_micro, together)
 
 
 class Chunked(nn.Module):
