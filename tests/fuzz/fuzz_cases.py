@@ -26,10 +26,11 @@ STEPS = 3
 ROWS = 12  # of a microbatch; divides by every world size
 FEATURES = 6
 WIDTHS = (1, 2, 3, 7, 64, 131, 300)
-KINDS = ("linear", "bare", "norm", "scalar", "single", "residual", "twice", "branch", "narrow", "cube", "tied")
+KINDS = ("linear", "bare", "norm", "scalar", "single", "residual", "twice", "branch", "narrow", "cube", "tied",
+         "tail", "again")  # fmt: skip
 USES = ("all", "some", "never")
 MESHES = ((2, 2), (4, 1), (1, 4), (1, 2), (2, 1), (1, 3), (3, 1), (1, 1))
-WRAPS = ("auto", "root", "every layer", "linear", "bottom-up", "bottom-up, no units")
+WRAPS = ("auto", "root", "every layer", "linear", "nested", "bottom-up", "bottom-up, no units")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Case:
     reshard: bool | None = None
     last_dim: bool = False  # matrices are cut along their last dim
     micro: tuple[str, ...] = ("plain",)  # "plain", "cross-reduce" or "reduce", of each microbatch of a step
+    pipeline: bool = False  # the forwards of all microbatches of a step come first
     zero: str = "none"  # how gradients are cleared: "none", "zero" or "never"
     adam: bool = False
     clip: bool = False
@@ -84,6 +86,7 @@ cases = st.builds(
     reshard=st.sampled_from((None, True, False)),
     last_dim=st.booleans(),
     micro=deferrals.map(lambda first: (*first, "plain")),
+    pipeline=st.sampled_from((False, False, True)),
     zero=st.sampled_from(("none", "none", "zero", "never")),
     adam=st.booleans(),
     clip=st.booleans(),
@@ -105,7 +108,7 @@ class FuzzLayer(nn.Module):
         super().__init__()
         self.kind, self.use = layer.kind, layer.use
         width = layer.width
-        self.outputs = inputs
+        self.inputs = self.outputs = inputs
         if layer.kind in ("linear", "bare", "narrow"):
             self.linear = nn.Linear(inputs, width, bias=layer.kind != "bare")
             self.outputs = width
@@ -117,6 +120,8 @@ class FuzzLayer(nn.Module):
             self.factor = nn.Parameter(torch.full((1,), 1.2))
         elif layer.kind in ("residual", "twice"):
             self.up, self.down = nn.Linear(inputs, width), nn.Linear(width, inputs)
+        elif layer.kind == "tail":
+            self.factor, self.linear = nn.Parameter(torch.randn(inputs, width) / inputs), nn.Linear(width, inputs)
         elif layer.kind == "branch":
             self.weight = nn.Parameter(torch.randn(inputs, inputs) / inputs)
             self.other = nn.Parameter(torch.randn(inputs, inputs) / inputs)
@@ -144,6 +149,8 @@ class FuzzLayer(nn.Module):
             for _ in range(2 if self.kind == "twice" else 1):
                 x = x + self.down(torch.tanh(self.up(x)))
             return x
+        if self.kind == "tail":
+            return self.linear(torch.tanh(x @ self.factor))  # gradients reach the part and the whole at once
         if self.kind == "branch":
             uses_other = self.use == "all" or (self.use == "some" and part % 2 == 1)
             return F.linear(x, self.weight) + (F.linear(x, self.other) if uses_other else 0)
@@ -161,7 +168,9 @@ class FuzzModel(nn.Module):
         for layer in case.layers:
             fitting = [each.linear.weight for each in made if each.kind in ("linear", "bare")
                        and each.linear.weight.shape[1] == width]  # fmt: skip
-            made.append(FuzzLayer(layer, width, fitting[0] if fitting else None))
+            usable = [each for each in made if each.inputs == each.outputs == width]
+            again = layer.kind == "again" and usable
+            made.append(usable[-1] if again else FuzzLayer(layer, width, fitting[0] if fitting else None))
             width = made[-1].outputs
         self.layers = nn.ModuleList(made)
         self.head = nn.Linear(width, 3)
@@ -201,11 +210,12 @@ def grouped_rows() -> Iterator[None]:
 def wrap_as(model: FuzzModel, case: Case, options: dict[str, Any]) -> None:
     if case.wrap.startswith("bottom-up"):
         mesh = hsdp.init_mesh(replicate=case.mesh[0], shard=case.mesh[1])
-        for layer in [*model.layers, model.head] if case.wrap == "bottom-up" else []:
+        for layer in dict.fromkeys([*model.layers, model.head]) if case.wrap == "bottom-up" else []:
             hsdp.fully_shard(layer, mesh=mesh, **options)
         hsdp.fully_shard(model, mesh=mesh, **options)
     else:
-        units = {"auto": None, "root": FuzzModel, "every layer": FuzzLayer, "linear": nn.Linear}[case.wrap]
+        units = {"auto": None, "root": FuzzModel, "every layer": FuzzLayer, "linear": nn.Linear,
+                 "nested": [FuzzLayer, nn.Linear]}[case.wrap]  # fmt: skip
         hsdp.hybrid_shard(model, mesh=case.mesh, units=units, announce=False, **options)
 
 
@@ -217,6 +227,16 @@ def batch(case: Case, number: int, part: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64)
     rows = slice(part * ROWS // case.world, (part + 1) * ROWS // case.world)
     return x[rows], x[rows, :3].sin()
+
+
+def losses_of(model: nn.Module, case: Case, number: int, rank: int | None) -> list[Tensor]:
+    """Of this rank's part; in one plain process of all parts."""
+    losses = []
+    for part in range(case.world) if rank is None else [rank]:
+        x, target = batch(case, number, part)
+        loss = (model(x, part) - target).pow(2).mean()
+        losses.append(loss / case.world if rank is None else loss)
+    return losses
 
 
 def train(case: Case, rank: int | None) -> dict[str, Tensor]:
@@ -231,14 +251,18 @@ def train(case: Case, rank: int | None) -> dict[str, Tensor]:
     clip = torch.nn.utils.clip_grad_norm_ if rank is None else hsdp.clip_grad_norm_
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
+        losses: dict[int, list[Tensor]] = {}
         for micro, how in enumerate(case.micro):
             number = 10 * step + micro
+            for later in range(micro, len(case.micro)) if case.pipeline else [micro]:
+                if later not in losses:
+                    losses[later] = losses_of(model, case, 10 * step + later, rank)
+            if rank is not None and case.pipeline:
+                model.set_is_last_backward(micro == len(case.micro) - 1)  # type: ignore[operator]
             defers = rank is not None and how != "plain"
             with hsdp.accumulate(model, how) if defers else contextlib.nullcontext():  # type: ignore[arg-type]
-                for part in range(case.world) if rank is None else [rank]:
-                    x, target = batch(case, number, part)
-                    loss = (model(x, part) - target).pow(2).mean()
-                    (loss / case.world if rank is None else loss).backward()
+                for loss in losses[micro]:
+                    loss.backward()
             if case.evaluate:
                 found[f"{number} output"] = evaluate(model, case)
         if case.clip:
