@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from hsdp.calls import Call
 from hsdp.internals import in_transform
-from hsdp.schedule import Call, Schedule
+from hsdp.schedule import Schedule
 from hsdp.tensors import find_tensors, map_tensors
 from hsdp.unit import Unit
 
@@ -37,7 +38,7 @@ class ModuleHooks:
         self.schedule, self.units, self.is_root = schedule, units, is_root
         self.precision = units[0].precision
         self.before_forward: Callable[[nn.Module], None] | None = None  # in training, before anything is gathered
-        self._num_watched_inputs = 0  # in the forward that runs now
+        self._calls: list[Call] = []  # that began and did not end
         self.methods: list[str] = []  # methods other than forward that gather as well
         self.handles = [
             # The engine's bookkeeping is no part of a compiled graph; the module's own forward still is.
@@ -61,12 +62,13 @@ class ModuleHooks:
             self.schedule.begin_forward()
         if self.before_forward is not None and module.training and not self.schedule.in_backward:
             self.before_forward(module)
-        for unit in self.units:
-            self.schedule.pre_forward(unit)
+        call = self.schedule.pre_forward(self.units)
+        if not call.is_recomputation:  # earlier ones did not end: checkpointing stops them when it has all it needs
+            self._calls = [each for each in self._calls if not each.is_recomputation]
+        self._calls.append(call)
         args, kwargs = self.precision.cast_in(args), self.precision.cast_in(kwargs)
-        self._num_watched_inputs = 0
         if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs(args, kwargs)
+            args, kwargs = self._watch_inputs(args, kwargs, call)
         return args, kwargs
 
     def _forward_hook(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -74,43 +76,47 @@ class ModuleHooks:
 
     def post_forward(self, output: Any) -> Any:
         """Release, cast the outputs, and watch for the first gradient that reaches one of them."""
-        call = Call(self.units, self.schedule.num_forwards)
-        needs_backward = torch.is_grad_enabled() and self._watch_outputs(output, call)
+        call = self._calls.pop()
+        needs_gradient = torch.is_grad_enabled() and self._watch_outputs(output, call)
         keep = torch.is_grad_enabled() and in_transform()
-        self.schedule.post_forward(call, needs_backward or keep, keep)
+        self.schedule.post_forward(call, needs_gradient, keep)
         if self.is_root:
-            self.schedule.end_forward(needs_backward or keep)
+            self.schedule.end_forward()
         return self.precision.cast_out(output)
 
-    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> tuple[Any, Any]:
         """Give the module views of its inputs: the gradient of the view is that of this use of the input alone."""
         views: list[torch.Tensor] = []
+        num_inputs = 0
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal num_inputs
             if not tensor.requires_grad:
                 return tensor
-            self._num_watched_inputs += 1
+            num_inputs += 1
             seen = tensor.view_as(tensor)
             # In a transform of torch.func a view belongs to it, and no gradient passes by; the unit is kept then.
             if seen.requires_grad:
                 views.append(seen)
             return seen if seen.requires_grad else tensor
 
+        def post_backward(_: Any) -> None:
+            self.schedule.post_backward(call)
+
         args, kwargs = map_tensors(view, args), map_tensors(view, kwargs)
-        if len(views) < self._num_watched_inputs:
+        if len(views) < num_inputs:
             return args, kwargs
         if len(views) == 1:
-            views[0].register_hook(self._post_backward)
+            views[0].register_hook(post_backward)
         elif views:
             # Inputs that the outputs do not depend on get no gradient, and are not waited for.
-            register_multi_grad_hook(views, self._post_backward, mode="all")
+            register_multi_grad_hook(views, post_backward, mode="all")
         return args, kwargs
 
     def _watch_outputs(self, output: Any, call: Call) -> bool:
         tensors = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
         if not tensors:
             return False
-        watched_inputs = self._num_watched_inputs > 0
         last_backward = [-1]  # with retain_graph the same outputs see several
 
         def pre_backward(_: torch.Tensor) -> None:
@@ -118,7 +124,7 @@ class ModuleHooks:
             if last_backward[0] == self.schedule.num_backwards:
                 return
             last_backward[0] = self.schedule.num_backwards
-            self.schedule.pre_backward(call, watched_inputs)
+            self.schedule.pre_backward(call)
 
         for tensor in tensors:
             tensor.register_hook(pre_backward)
@@ -126,10 +132,6 @@ class ModuleHooks:
             if tensor._base is not None and tensor._base.requires_grad:
                 tensor._base.register_hook(pre_backward)
         return True
-
-    def _post_backward(self, _: Any) -> None:
-        for unit in self.units:
-            self.schedule.post_backward(unit)
 
 
 def wrap_method(module: nn.Module, name: str, hooks: ModuleHooks) -> None:

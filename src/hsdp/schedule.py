@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hsdp.calls import Call, Calls
 from hsdp.collectives import TAG_SPACE, Column
 from hsdp.gradients import Gradients
 from hsdp.ignored import IgnoredGradients
@@ -44,7 +45,7 @@ class UnitState:
     forward_prefetch: list[Unit] | None = None  # set by the user; None: from the recorded order
     backward_prefetch: list[Unit] | None = None
     in_forward: int = 0  # forwards of modules that use this unit and did not return
-    running: int = 0  # backwards of this unit's module that began and did not end
+    kept: bool = False  # until the end of a backward that no hook tells of
 
     def take_settings(self, other: UnitState, counterparts: Mapping[Unit, Unit]) -> None:
         """What the user has set for another one; units it names become their counterparts."""
@@ -54,19 +55,6 @@ class UnitState:
         for name in ("forward_prefetch", "backward_prefetch"):
             named = getattr(other, name)
             setattr(self, name, None if named is None else [counterparts[u] for u in named if u in counterparts])
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One forward of a wrapped module.
-
-    Args:
-        units: what it needs: the module's own, then those that own parameters tied to its own.
-        number: of the root's forward that it is a part of.
-    """
-
-    units: list[Unit]
-    number: int
 
 
 class Schedule:
@@ -97,8 +85,7 @@ class Schedule:
         self._gradients: Gradients | None = None
         self._order: list[Unit] = []  # units in the order of this forward
         self._last_order: list[Unit] = []  # and of the one before
-        self.num_forwards = 0  # of the root
-        self._to_come: dict[int, list[Call]] = {}  # by number: those whose backward is still to come, as they ended
+        self._calls = Calls()
         self.reductions = Reductions(units, self.waits)
         for unit in units:
             unit.listener, unit.changed = self.gradient_ready, self._take_segments
@@ -133,9 +120,9 @@ class Schedule:
             if is_backward_running():
                 return  # a recomputation
             self.recover()  # the last backward ended in an exception that the caller has dealt with
-        self.num_forwards += 1
+        self._calls.begin_forward()
         for state in self.states.values():
-            state.in_forward = 0
+            state.in_forward, state.kept = 0, False
         if self._order:
             self._last_order, self._order = self._order, []
         if self.keeps_gathered and any(unit.is_stale for unit in self.units):
@@ -143,16 +130,19 @@ class Schedule:
             for unit in self.units:
                 unit.release()
 
-    def pre_forward(self, unit: Unit) -> None:
-        """Gather `unit` for its forward (or for its recomputation in backward) and start on the next one."""
-        if not self.in_backward:
-            unit.unmark_outdated()
-            self.watch_gradients(unit)
-        self.gather(unit)
-        if self.in_backward:
-            return
-        if self.num_holds:
-            return  # ranks may do different things now, which says nothing about the next step
+    def pre_forward(self, units: list[Unit]) -> Call:
+        """Gather `units` for a forward (or for its recomputation in backward) and start on what comes next."""
+        for unit in units:
+            if not self.in_backward:
+                unit.unmark_outdated()
+                self.watch_gradients(unit)
+            self.gather(unit)
+            if not self.in_backward and not self.num_holds:
+                self._record(unit)
+        return self._calls.recompute(units) if self.in_backward else self._calls.begin(units)
+
+    def _record(self, unit: Unit) -> None:
+        """Remember the order, and gather ahead. Not while units are held: ranks may do different things then."""
         self.states[unit].in_forward += 1
         self._order.append(unit)
         chosen = self.states[unit].forward_prefetch
@@ -166,31 +156,31 @@ class Schedule:
             return [self._last_order[done]]
         return []
 
-    def post_forward(self, call: Call, needs_backward: bool, keep: bool = False) -> None:
+    def post_forward(self, call: Call, needs_gradient: bool, keep: bool) -> None:
         """Release units after a forward unless backward, or the very next forward, needs them at once.
 
         `keep`: a backward may follow that no hook tells of; they are released at the end of that.
         """
         if self.in_backward:
             return
-        if needs_backward:
-            self._to_come.setdefault(call.number, []).append(call)
+        expected = torch.is_grad_enabled() and self._calls.end(call, needs_gradient)
         for unit in call.units:
             state = self.states[unit]
+            state.kept |= keep
             state.in_forward = max(0, state.in_forward - 1)
             reshard = state.reshard_after_forward
             if reshard is None:
                 at_end = unit is self.units[-1] or self._order == self._last_order
                 reshard = not at_end and unit not in self._expected()
-            if state.in_forward == 0 and (reshard or not needs_backward) and not keep:
+            if state.in_forward == 0 and (reshard or not expected):
                 self._release(unit)
 
-    def end_forward(self, needs_backward: bool) -> None:
+    def end_forward(self) -> None:
         """The root's forward ended. Without a backward to come nothing stays gathered."""
         if self.in_backward:
             return
         for unit in self.units:
-            if not needs_backward and not any(self._to_come.values()):
+            if not self._calls.any_expected:
                 self._release(unit)
             unit.exposed |= unit.state is State.GATHERED
 
@@ -200,7 +190,7 @@ class Schedule:
             unit.finish_gather()
 
     def _release(self, unit: Unit) -> None:
-        if not self.keeps_gathered and not self.num_holds:
+        if not (self.keeps_gathered or self.num_holds or self.states[unit].kept):
             unit.release()
 
     def hold(self) -> None:
@@ -270,42 +260,47 @@ class Schedule:
             self._gradients = Gradients(self.units[::-1], self.column, BUCKET_BYTES)
         return self._gradients
 
-    def pre_backward(self, call: Call, ends: bool) -> None:
-        """Gradients reach an output of `call`: gather its units and start on those of the one before.
-
-        `ends` says whether a `post_backward` will follow. Without one (no input needs a gradient) the unit's own
-        gradients are all that its backward is for, and it ends with the last of them.
-        """
+    def pre_backward(self, call: Call) -> None:
+        """Gradients reach an output of `call`."""
         self.enter_backward()
+        for due in self._calls.reach(call):
+            self._open(due)
+
+    def post_backward(self, call: Call) -> None:
+        """Gradients of the inputs of `call` are complete."""
+        for due in self._calls.pass_by(call):
+            self._open(due)
+        for over in self._calls.leave(call):
+            self._close(over)
+
+    def _open(self, call: Call) -> None:
+        """Gather the units of `call` and start on those of the one before."""
+        for over in self._calls.open(call):
+            self._close(over)
         backwards = call.units[::-1]  # also here they come in the opposite order of forwards
         for unit in backwards:
-            self.states[unit].running += int(ends)
             if self.states[unit].unshard_in_backward:
                 self.gather(unit)
-        to_come = self._to_come.get(call.number, [])  # other forwards may be under way
-        # Not so in a recomputation, in a second backward through the same graph, and where an output is that of a part
-        # of the module, which came first.
-        if call in to_come:
-            while to_come.pop() is not call:
-                pass
-        before = to_come[-1].units[::-1] if to_come else []
         for unit in backwards:
             chosen = self.states[unit].backward_prefetch
-            for earlier in before if chosen is None else chosen:
+            for earlier in self._calls.next_units(call) if chosen is None else chosen:
                 if self.states[earlier].unshard_in_backward:
                     earlier.start_gather()
 
-    def post_backward(self, unit: Unit) -> None:
-        """Gradients of the inputs of `unit` are complete."""
-        state = self.states[unit]
-        state.running = max(0, state.running - 1)
-        # This moment is the same on all ranks; that of the last gradient is not if some ranks do not use a parameter.
-        # Autograd runs last made first: all gradients from inside are here, unless the graph of a graph is in use.
-        # A tied parameter may get its gradient later, and waits for the end.
-        tied = any(len(param.owners) > 1 for param in unit.params)
-        if unit.row.size > 1 and unit.reduces and not (self.keeps_gathered or tied) and self._has_run(state):
-            self.reductions.leave(unit)
-        self._release_if_done(state)
+    def _close(self, call: Call) -> None:
+        """Reduce and release the units of `call`, if no other backward of them is to come.
+
+        This moment is the same on all ranks; that of the last gradient is not if some ranks do not use a parameter. A
+        tied parameter may get its gradient later, and waits for the end.
+        """
+        for unit in call.units:
+            if not self._calls.is_over(unit):
+                continue
+            tied = any(len(param.owners) > 1 for param in unit.params)
+            if unit.row.size > 1 and unit.reduces and not (self.keeps_gathered or tied):
+                self.reductions.leave(unit)
+            if self.states[unit].reshard_after_backward and not (tied and self.reductions[unit].missing):
+                self._release(unit)
 
     def gradient_ready(self, unit: Unit, segment: Segment, i: int) -> None:
         """Autograd has the whole gradient of one gathered parameter."""
@@ -335,32 +330,18 @@ class Schedule:
             segment.keep_whole(i)
         elif segment.row.any_order and not segment.layout.slots[i].packed:
             self.reductions.send_direct(unit, segment, [i])
-        if not reduction.missing:
-            if unit.reduces and not reduction.sent and unit.row.any_order:
-                self.reductions.send_rest(unit)
-            self._release_if_done(state)
-
-    def _has_run(self, state: UnitState) -> bool:
-        """Whether every backward of the unit's module that can be expected began and ended."""
-        to_come = any(state.unit in call.units for calls in self._to_come.values() for call in calls)
-        return state.running == 0 and not to_come
-
-    def _release_if_done(self, state: UnitState) -> None:
-        """Release a unit in backward once its gradients are complete and nothing of it runs any more.
-
-        One alone does not do: a branch that does not depend on the inputs may still run when their gradients are
-        complete, and a frozen weight is still needed when the last trainable one has its gradient.
-        """
-        reduction = self.reductions[state.unit]
-        done = self._has_run(state) and (reduction.sent or not reduction.missing)
-        if done and state.reshard_after_backward:
-            self._release(state.unit)
+        if not reduction.missing and unit.reduces and unit.row.any_order:
+            self.reductions.send_rest(unit)
 
     # -- the end of a backward ---------------------------------------------------------------------------------------
 
     def _end_backward(self) -> None:
         """Autograd's engine is done with one call of backward."""
         if not self.creates_graph:
+            for due in self._calls.pass_by():
+                self._open(due)
+            for over in self._calls.leave_all():
+                self._close(over)
             self.reductions.finish()
             with self.waits.during("cross-reduce", self.units[-1].name):
                 self.gradients.finish()
@@ -379,20 +360,19 @@ class Schedule:
             for param in unit.params:
                 param.gathered.grad = param.whole = None
         self._gradients = None
-        self._to_come, self._order = {}, []
-        self.keeps_gathered = False
+        self._calls.end_backward(forget=True)
+        self._order, self.keeps_gathered = [], False
         self.reset()
 
     def reset(self) -> None:
         """Back to the state between two steps: nothing runs, nothing is gathered but what must stay so."""
         self.in_backward = False
         self.reductions.end()
-        if self.is_last_backward:  # otherwise forwards of other microbatches still wait for theirs
-            self._to_come = {}
-            if self._order:
-                self._last_order, self._order = self._order, []
+        self._calls.end_backward(forget=self.is_last_backward)  # others than the last: forwards may wait for theirs
+        if self.is_last_backward and self._order:
+            self._last_order, self._order = self._order, []
         for state in self.states.values():
-            state.in_forward, state.running = 0, 0
+            state.in_forward, state.kept = 0, False
             if state.reshard_after_backward:
                 self._release(state.unit)
             elif state.unit.state is State.GATHERING:

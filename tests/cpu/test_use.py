@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import ATOL, F64, RECIPE, Encoder, check, data, gather, grads_of, is_sharded, params_of, step, wrap
-from harness import run_ranks
+from harness import RankError, run_ranks
 from models import (
     Trained,
     adamw,
@@ -459,22 +459,29 @@ class Hidden(nn.Module):
         return Box(out) if self.hidden else out
 
 
-def hide_outputs(rank: int, world: int) -> None:
-    for hidden in range(3):
-        blocks = nn.ModuleList(Hidden(i == hidden) for i in range(3)).double()
+def hide_outputs(rank: int, world: int, hidden: int, reshard: bool | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    blocks: Any = nn.ModuleList(Hidden(i == hidden) for i in range(3)).double()
+    if world > 1:
         for block in blocks:
-            hsdp.fully_shard(block, mesh=hsdp.init_mesh(replicate=1, shard=2))
-        x = data(rank, world, 6)
-        for block in blocks:
-            out = block(x)
-            x = out.tensor if isinstance(out, Box) else out
-        with pytest.raises(RuntimeError):
-            x.pow(2).mean().backward()
+            hsdp.fully_shard(block, mesh=hsdp.init_mesh(replicate=2, shard=2), reshard_after_forward=reshard)
+    x = data(rank, world, 6)
+    for block in blocks:
+        out = block(x)
+        x = out.tensor if isinstance(out, Box) else out
+    x.pow(2).mean().backward()
+    return grads_of(blocks)
 
 
-def test_outputs_that_cannot_be_found_are_an_error() -> None:
+@pytest.mark.parametrize("hidden", range(3))
+def test_outputs_that_cannot_be_found_are_an_error(hidden: int) -> None:
     """Nothing tells when backward reaches such a unit. It must fail, and not compute with what is not there."""
-    run_ranks(2, hide_outputs)
+    with pytest.raises(RankError, match=r"for storage of size 0|return outputs as tensors"):  # torch sees it, or we do
+        run_ranks(4, hide_outputs, hidden, True)
+
+
+def test_outputs_that_cannot_be_found_do_no_harm_where_nothing_was_released() -> None:
+    check(hide_outputs, 2, None)
 
 
 def run_statistics(rank: int, world: int) -> dict[str, torch.Tensor]:

@@ -29,6 +29,12 @@ CASES = {
         clip=True,
         seed=1,
     ),
+    "no gradient reaches a unit on some ranks": Case(
+        (Layer("branch", 1, frozen="first", use="some"), Layer("linear", 1)), (2, 2), micro=("plain", "plain")
+    ),
+    "one order of calls, no gradient reaches a unit on some ranks": Case(
+        (Layer("branch", 1, frozen="first", use="some"), Layer("linear", 1)), (1, 2), grouped=True
+    ),
     "one order of calls, tied across units": Case(
         (Layer("bare", 6), Layer("tied"), Layer("tied")), (1, 2), wrap="every layer", grouped=True
     ),

@@ -30,7 +30,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "L0": ("tensors", "device", "layout", "precision", "control", "dtensors", "internals", "outdated"),
     "L1": ("placement", "topology", "collectives", "param"),
     "L2": ("segment", "unit", "gradients", "buffers", "ignored"),
-    "L3": ("waits", "reductions", "schedule", "hooks"),
+    "L3": ("waits", "reductions", "calls", "schedule", "hooks"),
     "L4": ("units", "materialize", "module", "copying", "wrap", "replicas", "accumulate", "describe", "api"),
     "L5": ("clip", "loss", "checkpoint", "monitor", "draw"),
     "package": ("__init__",),
