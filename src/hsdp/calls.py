@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hsdp.unit import Unit
@@ -57,13 +57,15 @@ class Calls:
         self._clock = itertools.count()
         self._differs = False  # whether gradients of this forward may pass other calls on other ranks
         self._expected: list[Call] = []  # as they ended
+        self._taken: list[Call] = []  # what was due in this backward
+        self._passed: list[Call] = []  # in earlier ones of this forward; another one through its graph may come
         self._open: list[Call] = []  # outer ones first
         self._numbers: set[int] = set()  # of the forwards that this backward goes through
 
     def begin_forward(self) -> None:
         """The root's forward begins."""
         self.num_forwards += 1
-        self._differs = False
+        self._differs, self._passed = False, []
 
     def begin(self, units: list[Unit]) -> Call:
         return Call(units, self.num_forwards, next(self._clock))
@@ -87,26 +89,40 @@ class Calls:
     def any_expected(self) -> bool:
         return bool(self._expected)
 
-    def reach(self, call: Call) -> list[Call]:
+    def reach(self, call: Call) -> Iterator[Call]:
         """A gradient has reached `call`: the calls that are due, in order. Those before the last were passed by."""
-        # Not expected in a recomputation, in a second backward through the same graph, and where an output is that of
-        # a part of the module, which came first.
+        if call in self._passed:
+            self._expect_again(call.number)
+        # Not expected in a recomputation, and where an output is that of a part of the module, which came first.
         if call not in self._expected:
-            return [] if call in self._open else [call]
+            if call not in self._open:
+                yield call
+            return
         self._numbers.add(call.number)
-        return self._take(lambda each: each.began > call.ended or each.encloses(call))
+        for each in self._ended_after(call.ended):
+            if each.began > call.ended or each.encloses(call):
+                yield self._take(each)
 
-    def pass_by(self, call: Call | None = None) -> list[Call]:
+    def pass_by(self, call: Call | None = None) -> Iterator[Call]:
         """The calls inside of `call` that no gradient has reached, in order; all of this backward's if it is `None`."""
-        return self._take(lambda each: call is None or call.encloses(each))
+        for each in self._ended_after(-math.inf if call is None else call.began):
+            if call is None or call.encloses(each):
+                yield self._take(each)
 
-    def _take(self, is_due: Callable[[Call], bool]) -> list[Call]:
-        # Other forwards that are under way have a backward of their own.
-        due = [each for each in reversed(self._expected) if each.number in self._numbers and is_due(each)]
-        if due:
-            taken = set(due)
-            self._expected = [each for each in self._expected if each not in taken]
-        return due
+    def _ended_after(self, time: float) -> Iterator[Call]:
+        """Last first. Other forwards that are under way have a backward of their own."""
+        later = itertools.takewhile(lambda each: each.ended >= time, reversed(self._expected))
+        yield from [each for each in later if each.number in self._numbers]
+
+    def _take(self, call: Call) -> Call:
+        self._expected.remove(call)
+        self._taken.append(call)
+        return call
+
+    def _expect_again(self, number: int) -> None:
+        again = [each for each in self._passed if each.number == number]
+        self._expected = sorted(self._expected + again, key=lambda each: each.ended)
+        self._passed = [each for each in self._passed if each.number != number]
 
     def open(self, call: Call) -> list[Call]:
         """The backward of `call` begins. Returns the calls that are over by that, inner ones first."""
@@ -143,7 +159,9 @@ class Calls:
         return not any(unit in call.units for call in calls)
 
     def end_backward(self, forget: bool) -> None:
-        """No backward runs any more. `forget`: nor does another one come before the next forward."""
-        self._open, self._numbers = [], set()
+        """No backward runs any more. `forget`: what is still expected is so no more, unless a gradient reaches it."""
+        self._passed += self._taken
         if forget:
+            self._passed += self._expected
             self._expected = []
+        self._open, self._taken, self._numbers = [], [], set()

@@ -360,20 +360,31 @@ class Schedule:
             for param in unit.params:
                 param.gathered.grad = param.whole = None
         self._gradients = None
-        self._calls.end_backward(forget=True)
+        for state in self.states.values():
+            state.in_forward = 0
         self._order, self.keeps_gathered = [], False
+        self._calls.end_backward(forget=True)
         self.reset()
 
     def reset(self) -> None:
-        """Back to the state between two steps: nothing runs, nothing is gathered but what must stay so."""
+        """Back to the state between two steps: nothing runs, nothing is gathered but what must stay so.
+
+        Where a forward takes a gradient on its way, only what runs in it stays as it is.
+        """
         self.in_backward = False
         self.reductions.end()
-        self._calls.end_backward(forget=self.is_last_backward)  # others than the last: forwards may wait for theirs
-        if self.is_last_backward and self._order:
+        in_forward = any(state.in_forward for state in self.states.values())
+        is_last = self.is_last_backward and not in_forward  # otherwise forwards still wait for their backward
+        self._calls.end_backward(forget=is_last)
+        if is_last and self._order:
             self._last_order, self._order = self._order, []
-        for state in self.states.values():
-            state.in_forward, state.kept = 0, False
+        for unit, state in self.states.items():
+            if state.in_forward:
+                continue
+            state.kept = False
             if state.reshard_after_backward:
-                self._release(state.unit)
-            elif state.unit.state is State.GATHERING:
-                state.unit.finish_gather()
+                self._release(unit)
+            elif unit.state is State.GATHERING:
+                unit.finish_gather()
+            if not self.num_holds:
+                unit.hide()

@@ -69,6 +69,7 @@ class Unit:
         self.exposed = False  # whether full parameters were seen outside of forward and backward
         self._outdated: list[OutdatedGrad | None] = []  # for the full forms, made when first needed
         self._marked = False
+        self._shown = False  # whether the modules see the full parameters
         self._pending: list[Pending] = []
 
     def _segments_of(self, params: list[Param]) -> list[Segment]:
@@ -146,13 +147,21 @@ class Unit:
     def finish_gather(self) -> None:
         """Wait until the full parameters exist and let the modules see them."""
         self.start_gather()
-        if self.state is State.GATHERED:
-            return
-        for segment, pending in zip(self.segments, self._pending, strict=True):
-            segment.finish_gather(pending)
-        for param in self.params:
-            param.show(param.gathered)
-        self.state = State.GATHERED
+        if self.state is State.GATHERING:
+            for segment, pending in zip(self.segments, self._pending, strict=True):
+                segment.finish_gather(pending)
+            self.state = State.GATHERED
+        if not self._shown:
+            for param in self.params:
+                param.show(param.gathered)
+            self._shown = True
+
+    def hide(self) -> None:
+        """Let the modules see the sharded parameters, also where the full ones stay."""
+        if self._shown:
+            for param in self.params:
+                param.show(param.sharded)
+            self._shown = False
 
     def release(self) -> None:
         """Make the full parameters vanish; the modules see the sharded ones again."""
@@ -163,9 +172,7 @@ class Unit:
         self._pending = []
         for segment in self.segments:
             segment.free()
-        if self.state is State.GATHERED:
-            for param in self.params:
-                param.show(param.sharded)
+        self.hide()
         self.state = State.SHARDED
 
     def mark_outdated(self) -> None:

@@ -488,6 +488,27 @@ def test_backward_through_a_unit_used_twice(units: Any, num_micro: int, together
     check(use_a_unit_twice, units, num_micro, together)
 
 
+def use_a_graph_again(rank: int, world: int, units: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    part = Scaled()
+    model: Any = wrap(nn.Sequential(nn.Linear(6, 6), part, nn.Tanh(), part).double(), world, units=units)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2):
+        out = model(data(rank, world, 6, seed=number))
+        out.pow(2).mean().backward(retain_graph=True)
+        out.sin().mean().backward(retain_graph=True)
+        out.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert world == 1 or is_sharded(model)
+    return params_of(model)
+
+
+@pytest.mark.parametrize("units", [nn.Linear, Scaled, [Scaled, nn.Linear]], ids=["inner", "outer", "both"])
+def test_several_backwards_through_a_unit_used_twice(units: Any) -> None:
+    check(use_a_graph_again, units)
+
+
 class Chunked(nn.Module):
     """A body, and a head whose loss is computed chunk by chunk, so that no rank holds all its outputs."""
 

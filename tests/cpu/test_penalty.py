@@ -97,3 +97,61 @@ def refused(rank: int, world: int) -> None:
 
 def test_gradients_of_parameters_with_a_graph_are_refused_at_once() -> None:
     run_ranks(4, refused)
+
+
+def cleared_by_the_model(rank: int, world: int, made: str) -> dict[str, torch.Tensor]:
+    """What the model calls its parameters is what the optimizer has, also while the graph of a graph is alive."""
+    model: Any = wrap(critic(), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = [id(param) for param in model.parameters()]
+    found = {}
+    for seed in range(3):
+        gp = penalty(model, data(rank, world, 6, seed=seed))
+        if made == "before backward":
+            assert [id(param) for param in model.parameters()] == ids
+            model.zero_grad()
+        gp.backward()
+        assert [id(param) for param in model.parameters()] == ids
+        found.update({f"{seed} {name}": grad for name, grad in grads_of(model).items()})
+        optimizer.step()
+        if made == "after":
+            model.zero_grad()
+    return found | params_of(model)
+
+
+@pytest.mark.parametrize("made", ["before backward", "after"])
+def test_parameters_are_the_sharded_ones_between_steps(made: str) -> None:
+    check(cleared_by_the_model, made)
+
+
+class Energy(nn.Module):
+    """Takes a gradient with respect to its input in the middle of its forward, as models of forces do."""
+
+    def __init__(self, create_graph: bool) -> None:
+        super().__init__()
+        self.create_graph = create_graph
+        self.up, self.down, self.out = nn.Linear(6, 301), nn.Linear(301, 6), nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        energy = self.down(torch.tanh(self.up(x * self.scale))).pow(2).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=self.create_graph)
+        return self.out((force + self.down(self.up(x))) * self.scale)
+
+
+def train_energy(rank: int, world: int, create_graph: bool, units: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model: Any = wrap(Energy(create_graph).double(), world, units=units)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        model.zero_grad()
+        model(data(rank, world, 6, seed=seed)).pow(2).mean().backward()
+        optimizer.step()
+    return params_of(model) | grads_of(model)
+
+
+@pytest.mark.parametrize("units", [nn.Linear, Energy], ids=["units", "root only"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_inside_a_forward(create_graph: bool, units: Any) -> None:
+    check(train_energy, create_graph, units)

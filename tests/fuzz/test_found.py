@@ -32,6 +32,12 @@ CASES = {
     "no gradient reaches a unit on some ranks": Case(
         (Layer("branch", 1, frozen="first", use="some"), Layer("linear", 1)), (2, 2), micro=("plain", "plain")
     ),
+    "every rank has its own head": Case(
+        (Layer("linear", 64), Layer("heads", 131, use="some")), (2, 2), wrap="nested", micro=("reduce", "plain")
+    ),
+    "one order of calls, every rank has its own head": Case(
+        (Layer("linear", 64), Layer("heads", 131, use="some"), Layer("again")), (1, 2), wrap="nested", grouped=True
+    ),
     "one order of calls, no gradient reaches a unit on some ranks": Case(
         (Layer("branch", 1, frozen="first", use="some"), Layer("linear", 1)), (1, 2), grouped=True
     ),

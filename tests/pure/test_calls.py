@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -54,15 +55,16 @@ def _tails(node: Node) -> Any:
 
 
 def run(tops: list[Node], is_reached: Any) -> list[tuple[str, Call]]:
-    calls, events = Calls(), []
+    calls, events, ahead = Calls(), [], []
     calls.begin_forward()
     root = Node(tops)
     forward(calls, root)
 
-    def open_all(due: list[Call]) -> None:
+    def open_all(due: Iterator[Call]) -> None:
         for call in due:
             events.extend(("close", over) for over in calls.open(call))
             events.append(("open", call))
+            ahead.append([id(unit) for unit in calls.next_units(call)])
 
     reached = [call for call in backward(root) if call is root.call or is_reached()]
     for call in reached:
@@ -70,6 +72,8 @@ def run(tops: list[Node], is_reached: Any) -> list[tuple[str, Call]]:
     open_all(calls.pass_by())
     events.extend(("close", over) for over in calls.leave_all())
     assert not calls.any_expected
+    order = [[id(unit) for unit in call.units] for kind, call in events if kind == "open"]
+    assert ahead == [*order[1:], []], "what is gathered ahead is not what comes next"
     return events
 
 
@@ -121,10 +125,10 @@ def test_forwards_under_way_are_not_passed_by() -> None:
             made.append(call)
     for first in (0, 2, 4):
         one, two = made[first : first + 2]
-        assert calls.reach(two) == [two]
+        assert list(calls.reach(two)) == [two]
         assert calls.open(two) == []
         assert calls.next_units(two) == one.units
-        assert calls.pass_by() == [one]
+        assert list(calls.pass_by()) == [one]
         assert calls.open(one) == [two]
         assert calls.leave_all() == [one]
         assert calls.any_expected is (first < 4)
@@ -140,15 +144,20 @@ def test_a_second_backward_may_reach_a_part_before_the_whole() -> None:
     inner = calls.begin([make_unit()])
     for call in (inner, outer):
         calls.end(call, needs_gradient=True)
-    assert calls.reach(inner) == [outer, inner]
+    assert list(calls.reach(inner)) == [outer, inner]
     for call in (outer, inner):
         calls.open(call)
-    assert calls.pass_by() == [before]
+    assert list(calls.pass_by()) == [before]
     calls.end_backward(forget=True)
+    assert not calls.any_expected
+    assert list(calls.reach(inner)) == [outer, inner]
+    assert not calls.is_over(before.units[0])
+    calls.end_backward(forget=True)
+    calls.begin_forward()  # and now nothing is known of them
     for call in (inner, outer):
-        assert calls.reach(call) == [call]
+        assert list(calls.reach(call)) == [call]
         assert calls.open(call) == []
-    assert calls.reach(before) == [before]
+    assert list(calls.reach(before)) == [before]
     assert calls.open(before) == [inner, outer]
 
 
@@ -158,9 +167,9 @@ def test_a_recomputation_is_a_part_of_what_is_open() -> None:
     outer = calls.begin([make_unit()])
     calls.end(outer, needs_gradient=True)
     again = calls.recompute([make_unit()])
-    assert calls.reach(outer) == [outer]
+    assert list(calls.reach(outer)) == [outer]
     calls.open(outer)
-    assert calls.reach(again) == [again]
+    assert list(calls.reach(again)) == [again]
     assert calls.open(again) == []
     assert calls.leave(again) == [again]
     assert not calls.is_over(outer.units[0])
