@@ -22,7 +22,7 @@ from models import digest
 
 CASE_TIMEOUT_S = 60
 LIFETIME_S = 3600
-RENEW_AFTER = 100  # cases: every one leaves the groups of its mesh behind
+GROUP_TIMEOUT = datetime.timedelta(seconds=15)
 
 
 def serve(rank: int, world: int, port: int) -> None:
@@ -30,10 +30,18 @@ def serve(rank: int, world: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=LIFETIME_S))
     number = 0
     while (case := load(store.get(f"case {number}"))) is not None:
+        renew_groups(dist.PrefixStore(f"groups of case {number}", store))
         found = train(case, rank)
         answer = {"digest": digest(found), "found": found if rank == 0 else None}
         store.set(f"answer {number} {rank}", dump(answer))
         number += 1
+
+
+def renew_groups(store: dist.Store) -> None:
+    """End the groups of the last case, which all ranks are done with: their threads wake up all the time."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
 
 
 class Pool:
@@ -58,8 +66,7 @@ class Pool:
         TimeoutError: they did not answer.
         """
         assert case.world == self.world
-        if self._thread is None or self._number >= RENEW_AFTER:
-            self.close()
+        if self._thread is None:
             self._start()
         self._store.set(f"case {self._number}", dump(case))
         keys = [f"answer {self._number} {rank}" for rank in range(self.world)]
