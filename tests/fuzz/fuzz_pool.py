@@ -22,6 +22,7 @@ from models import digest
 
 CASE_TIMEOUT_S = 60
 LIFETIME_S = 3600
+RENEW_AFTER = 200  # cases: caches of torch keep some groups alive
 GROUP_TIMEOUT = datetime.timedelta(seconds=15)
 
 
@@ -66,7 +67,8 @@ class Pool:
         TimeoutError: they did not answer.
         """
         assert case.world == self.world
-        if self._thread is None:
+        if self._thread is None or self._number >= RENEW_AFTER:
+            self.close()
             self._start()
         self._store.set(f"case {self._number}", dump(case))
         keys = [f"answer {self._number} {rank}" for rank in range(self.world)]
