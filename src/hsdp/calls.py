@@ -154,9 +154,13 @@ class Calls:
         return []
 
     def is_over(self, unit: Unit) -> bool:
-        """Whether no backward that needs `unit` is open or expected."""
-        calls = itertools.chain(self._open, self._expected)
-        return not any(unit in call.units for call in calls)
+        """Whether no call that needs `unit` is open or expected."""
+        return not any(unit in call.units for call in (*self._open, *self._expected))
+
+    def is_idle(self, unit: Unit, number: int) -> bool:
+        """Whether none is open, nor expected of the forward of this number."""
+        expected = (call for call in self._expected if call.number == number)
+        return not any(unit in call.units for call in (*self._open, *expected))
 
     def end_backward(self, forget: bool) -> None:
         """No backward runs any more. `forget`: what is still expected is so no more, unless a gradient reaches it."""

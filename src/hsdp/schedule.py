@@ -288,18 +288,18 @@ class Schedule:
                     earlier.start_gather()
 
     def _close(self, call: Call) -> None:
-        """Reduce and release the units of `call`, if no other backward of them is to come.
+        """Reduce the units of `call` if no other call of them is to come, and release them if none comes soon.
 
         This moment is the same on all ranks; that of the last gradient is not if some ranks do not use a parameter. A
         tied parameter may get its gradient later, and waits for the end.
         """
         for unit in call.units:
-            if not self._calls.is_over(unit):
-                continue
             tied = any(len(param.owners) > 1 for param in unit.params)
-            if unit.row.size > 1 and unit.reduces and not (self.keeps_gathered or tied):
+            reduces = unit.row.size > 1 and unit.reduces and not (self.keeps_gathered or tied)
+            if reduces and self._calls.is_over(unit):
                 self.reductions.leave(unit)
-            if self.states[unit].reshard_after_backward and not (tied and self.reductions[unit].missing):
+            keeps = not self.states[unit].reshard_after_backward or (tied and self.reductions[unit].missing)
+            if not keeps and self._calls.is_idle(unit, call.number):
                 self._release(unit)
 
     def gradient_ready(self, unit: Unit, segment: Segment, i: int) -> None:

@@ -445,6 +445,32 @@ def test_one_logical_backward_of_several_calls(schedule: str) -> None:
     check(one_forward_one_backward, schedule)
 
 
+def release_as_backward_goes(rank: int, world: int) -> None:
+    """A backward is not kept from releasing units by forwards that wait for theirs."""
+    model: Any = hsdp.hybrid_shard(build(RECIPE), mesh=(2, 2), announce=False)
+    seen: list[int] = []
+
+    def count(_: torch.Tensor) -> None:
+        seen.append(sum(state_of(block).unit.state is not State.SHARDED for block in model.blocks))
+
+    def watch(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        args[0].register_hook(count)
+
+    model.blocks[0].register_forward_pre_hook(watch)
+    losses = []
+    for micro in range(3):
+        inputs, targets = batch(RECIPE, 0, micro, rank, world)
+        losses.append(loss_of(model(inputs), targets))
+    for micro, loss in enumerate(losses):
+        model.set_is_last_backward(micro == 2)
+        loss.backward()
+    assert seen == [0, 0, 0], "blocks that are gathered when a backward has gone through all of them"
+
+
+def test_units_are_released_while_other_forwards_wait() -> None:
+    run_ranks(4, release_as_backward_goes)
+
+
 class Scaled(nn.Module):
     """Its output is that of its last part, so that gradients reach both at once."""
 

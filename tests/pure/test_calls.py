@@ -135,6 +135,26 @@ def test_forwards_under_way_are_not_passed_by() -> None:
         calls.end_backward(forget=False)
 
 
+def test_a_unit_is_idle_though_another_forward_expects_it() -> None:
+    calls, unit, made = Calls(), make_unit(), []
+    for _ in range(2):
+        calls.begin_forward()
+        for _ in range(2):
+            call = calls.begin([unit])
+            calls.end(call, needs_gradient=True)
+            made.append(call)
+    assert list(calls.reach(made[3])) == [made[3]]
+    calls.open(made[3])
+    assert calls.leave(made[3]) == [made[3]]
+    assert not calls.is_idle(unit, made[3].number)
+    assert list(calls.reach(made[2])) == [made[2]]
+    calls.open(made[2])
+    assert not calls.is_idle(unit, made[2].number)
+    assert calls.leave(made[2]) == [made[2]]
+    assert calls.is_idle(unit, made[2].number)
+    assert not calls.is_over(unit)
+
+
 def test_a_second_backward_may_reach_a_part_before_the_whole() -> None:
     calls = Calls()
     calls.begin_forward()
