@@ -69,6 +69,12 @@ class Case:
         return self.mesh[0] * self.mesh[1]
 
     @property
+    def is_refused(self) -> bool:
+        """Some ranks recompute a layer when others do not, and in it units are called: an error that names them."""
+        own_heads = any(layer.kind == "heads" and layer.use == "some" for layer in self.layers)
+        return own_heads and self.recompute and self.mesh[1] > 1 and self.wrap in ("linear", "nested", "auto")
+
+    @property
     def atol(self) -> float:
         return 1e-5 if any(layer.kind == "narrow" for layer in self.layers) else 1e-10
 
@@ -98,7 +104,7 @@ cases = st.builds(
     recompute=st.sampled_from((False, False, True)),
     grouped=st.sampled_from((False, False, True)),
     seed=st.integers(0, 3),
-)
+).filter(lambda case: not case.is_refused)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
