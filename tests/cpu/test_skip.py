@@ -10,6 +10,7 @@ import torch
 from cases import F64, check, data, grads_of, wrap
 from harness import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hsdp
 from hsdp.waits import GRACE_S
@@ -92,6 +93,57 @@ def rows_differ(rank: int, world: int) -> dict[str, torch.Tensor]:
 
 def test_rows_that_run_other_units() -> None:
     check(rows_differ)
+
+
+# ---- units that all ranks run and only some use ----------------------------------------------------------------------
+
+
+class Tasks(nn.Module):
+    """Every head runs; the output is that of one."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.trunk = nn.Linear(6, 300)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1)) for _ in range(3))
+
+    def run_heads(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return [head(x) for head in self.heads][task]
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        x = torch.tanh(self.trunk(x))
+        return checkpoint(self.run_heads, x, task, use_reentrant=False) if self.recompute else self.run_heads(x, task)
+
+
+def train_tasks(rank: int, world: int, mesh: tuple[int, int]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = wrap(Tasks(recompute=False).double(), world, mesh, units="Linear", timeout_s=TIMEOUT_S)
+    for seed in range(2):
+        for part in range(4) if world == 1 else [rank]:
+            loss = model(data(part, 4, 6, seed=seed), part % 2).pow(2).mean()
+            (loss / 4 if world == 1 else loss).backward()
+    assert {name for name, param in model.named_parameters() if param.grad is None} == {
+        f"heads.2.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")
+    }
+    return grads_of(model)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (4, 1)], ids=["2x2", "1x4", "4x1"])
+def test_every_rank_uses_its_own_head(mesh: tuple[int, int]) -> None:
+    check(train_tasks, mesh)
+
+
+def recompute_tasks(rank: int, world: int) -> str:
+    model: Any = wrap(Tasks(recompute=True).double(), world, (1, 2), units="Linear", timeout_s=TIMEOUT_S)
+    with pytest.raises(RuntimeError) as error:
+        model(data(rank, world, 6), rank).mean().backward()
+    return str(error.value)
+
+
+def test_ranks_that_recompute_at_different_times_are_an_error() -> None:
+    for text in run_ranks(2, recompute_tasks, grace_s=30):
+        assert "did not complete" in text, text
+        assert "waits for the gather of unit 'heads.0.0'" in text or "the gather of unit 'heads.0.0' did" in text, text
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from models import digest
 
 CASE_TIMEOUT_S = 60
 LIFETIME_S = 3600
+PART_BYTES = 4 * 2**20
 RENEW_AFTER = 200  # cases: caches of torch keep some groups alive
 GROUP_TIMEOUT = datetime.timedelta(seconds=15)
 
@@ -34,8 +35,24 @@ def serve(rank: int, world: int, port: int) -> None:
         renew_groups(dist.PrefixStore(f"groups of case {number}", store))
         found = train(case, rank)
         answer = {"digest": digest(found), "found": found if rank == 0 else None}
-        store.set(f"answer {number} {rank}", dump(answer))
+        put(store, f"answer {number} {rank}", dump(answer))
         number += 1
+
+
+def put(store: dist.Store, key: str, value: bytes) -> None:
+    """In parts: torch's store closes a connection over which 8 MiB come at once."""
+    parts = [value[start : start + PART_BYTES] for start in range(0, len(value), PART_BYTES)]
+    for i, part in enumerate(parts):
+        store.set(f"{key} part {i}", part)
+    store.set(key, str(len(parts)))
+
+
+def get(store: dist.Store, key: str) -> bytes:
+    parts = [f"{key} part {i}" for i in range(int(store.get(key)))]
+    value = b"".join(store.get(part) for part in parts)
+    for part in parts:
+        store.delete_key(part)
+    return value
 
 
 def renew_groups(store: dist.Store) -> None:
@@ -83,7 +100,7 @@ class Pool:
                 self._thread = None  # its ranks end with this process at the latest
                 raise TimeoutError(f"no answer within {CASE_TIMEOUT_S} s to {case}")
             time.sleep(0.002)
-        answers = [load(self._store.get(key)) for key in keys]
+        answers = [load(get(self._store, key)) for key in keys]
         self._number += 1
         return answers
 

@@ -8,6 +8,7 @@ from fuzz_pool import Pool
 from test_fuzz import check_case
 
 CASES = {
+    "more than a store takes at once": Case((Layer("linear", 300), Layer("linear", 300), Layer("branch"))),
     "one rank alone": Case(mesh=(1, 1)),
     "no rows on some ranks, cut along the last dim": Case((Layer("linear", 2),), (1, 4), last_dim=True, adam=True),
     "used by some ranks only, deferred": Case((Layer("branch", use="some"),), (2, 2), micro=("reduce", "plain")),
