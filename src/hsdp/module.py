@@ -70,6 +70,17 @@ class HSDPModule(FSDPModule):
         """Release this module's full parameters."""
         state_of(self).unit.release()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever, also between forward and backward: what the module shows then may be full, and has no gradients."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for state in self._states(recurse=True):
+            for param in state.unit.params:
+                grad = param.sharded.grad
+                if grad is not None and set_to_none:
+                    param.sharded.grad = None
+                elif grad is not None:
+                    grad.detach_().zero_()
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether backwards of forwards that already ran still follow; then what was recorded for them is kept."""
         state_of(self).schedule.is_last_backward = is_last_backward

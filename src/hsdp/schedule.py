@@ -190,7 +190,11 @@ class Schedule:
             unit.finish_gather()
 
     def _release(self, unit: Unit) -> None:
-        if not (self.keeps_gathered or self.num_holds or self.states[unit].kept):
+        if self.num_holds:
+            return
+        if self.keeps_gathered or self.states[unit].kept:
+            unit.hide()
+        else:
             unit.release()
 
     def hold(self) -> None:
@@ -384,7 +388,8 @@ class Schedule:
             state.kept = False
             if state.reshard_after_backward:
                 self._release(unit)
-            elif unit.state is State.GATHERING:
+                continue
+            if unit.state is State.GATHERING:
                 unit.finish_gather()
             if not self.num_holds:
                 unit.hide()

@@ -471,6 +471,23 @@ def test_units_are_released_while_other_forwards_wait() -> None:
     run_ranks(4, release_as_backward_goes)
 
 
+def clear_between_forward_and_backward(rank: int, world: int, set_to_none: bool) -> dict[str, torch.Tensor]:
+    model: Any = wrap(build(RECIPE), world)
+    optimizer = adamw(model.parameters())
+    for number in range(3):
+        inputs, targets = batch(RECIPE, number, 0, rank, world)
+        loss = loss_of(model(inputs), targets)
+        model.zero_grad(set_to_none)
+        loss.backward()
+        optimizer.step()
+    return params_of(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_where_full_parameters_are_shown(set_to_none: bool) -> None:
+    check(clear_between_forward_and_backward, set_to_none)
+
+
 class Scaled(nn.Module):
     """Its output is that of its last part, so that gradients reach both at once."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -111,6 +112,12 @@ def cleared_by_the_model(rank: int, world: int, made: str) -> dict[str, torch.Te
             assert [id(param) for param in model.parameters()] == ids
             model.zero_grad()
         gp.backward()
+        assert [id(param) for param in model.parameters()] == ids
+        with torch.no_grad():
+            model(data(rank, world, 6))
+        assert [id(param) for param in model.parameters()] == ids
+        with hsdp.gathered(model) if world > 1 else contextlib.nullcontext():
+            assert world == 1 or not is_sharded(model)
         assert [id(param) for param in model.parameters()] == ids
         found.update({f"{seed} {name}": grad for name, grad in grads_of(model).items()})
         optimizer.step()
