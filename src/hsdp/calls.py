@@ -53,7 +53,7 @@ class Calls:
     """See the module's docstring."""
 
     def __init__(self) -> None:
-        self.num_forwards = 0  # of the root
+        self._num_forwards = 0  # of the root
         self._clock = itertools.count()
         self._differs = False  # whether gradients of this forward may pass other calls on other ranks
         self._expected: list[Call] = []  # as they ended
@@ -64,14 +64,14 @@ class Calls:
 
     def begin_forward(self) -> None:
         """The root's forward begins."""
-        self.num_forwards += 1
+        self._num_forwards += 1
         self._differs, self._passed = False, []
 
     def begin(self, units: list[Unit]) -> Call:
-        return Call(units, self.num_forwards, next(self._clock))
+        return Call(units, self._num_forwards, next(self._clock))
 
     def recompute(self, units: list[Unit]) -> Call:
-        return Call(units, self.num_forwards)
+        return Call(units, self._num_forwards)
 
     def end(self, call: Call, needs_gradient: bool) -> bool:
         """`call` ended, and on this rank an output needs a gradient, or none does. Returns whether one is expected.

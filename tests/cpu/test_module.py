@@ -499,10 +499,15 @@ class Scaled(nn.Module):
         return self.last(torch.tanh(x @ self.scale))
 
 
-def use_a_unit_twice(rank: int, world: int, units: Any, num_micro: int, together: bool) -> dict[str, torch.Tensor]:
+def wrap_twice(world: int, units: Any) -> Any:
+    """A model that calls one part twice."""
     torch.manual_seed(0)
     part = Scaled()
-    model: Any = wrap(nn.Sequential(nn.Linear(6, 6), part, nn.Tanh(), part).double(), world, units=units)
+    return wrap(nn.Sequential(nn.Linear(6, 6), part, nn.Tanh(), part).double(), world, units=units)
+
+
+def use_a_unit_twice(rank: int, world: int, units: Any, num_micro: int, together: bool) -> dict[str, torch.Tensor]:
+    model = wrap_twice(world, units)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
         losses = [model(data(rank, world, 6, seed=3 * number + i)).pow(2).mean() for i in range(num_micro)]
@@ -533,9 +538,7 @@ def test_backward_through_a_unit_used_twice(units: Any, num_micro: int, together
 
 
 def use_a_graph_again(rank: int, world: int, units: Any) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    part = Scaled()
-    model: Any = wrap(nn.Sequential(nn.Linear(6, 6), part, nn.Tanh(), part).double(), world, units=units)
+    model = wrap_twice(world, units)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
         out = model(data(rank, world, 6, seed=number))

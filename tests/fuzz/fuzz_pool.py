@@ -24,7 +24,7 @@ CASE_TIMEOUT_S = 60
 LIFETIME_S = 3600
 PART_BYTES = 4 * 2**20
 RENEW_AFTER = 200  # cases: caches of torch keep some groups alive
-GROUP_TIMEOUT = datetime.timedelta(seconds=15)
+GROUP_TIMEOUT_S = 15
 
 
 def serve(rank: int, world: int, port: int) -> None:
@@ -59,7 +59,8 @@ def renew_groups(store: dist.Store) -> None:
     """End the groups of the last case, which all ranks are done with: their threads wake up all the time."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 class Pool:
@@ -112,7 +113,9 @@ class Pool:
 
     def _keep_up(self) -> None:
         try:
-            run_ranks(self.world, serve, self._store.port, timeout_s=LIFETIME_S, group_timeout_s=15, grace_s=2)
+            run_ranks(
+                self.world, serve, self._store.port, timeout_s=LIFETIME_S, group_timeout_s=GROUP_TIMEOUT_S, grace_s=2
+            )
         except RankError as error:
             self._error = error
 
