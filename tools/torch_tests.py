@@ -58,6 +58,15 @@ NOT_APPLICABLE = {
     "TestFullyShardState.test_fully_shard_state": f"{PRIVATE}: .state",
     "TestFullyShardState.test_fully_shard_unsupported_module_cls": WORDING,
     "TestFullyShardDeviceDTensor.test_move_states_to_device_dtensor_invalid": ON_CPU,
+    "TestFullyShardLazyInit.test_fully_shard_double_lazy_init": f"{PRIVATE}: .state, _lazy_init",
+    "TestFullyShardLazyInit.test_fully_shard_is_root": f"{PRIVATE}: .state, _lazy_init",
+    "TestFullyShardLazyInit.test_fully_shard_module_and_param_fqns": f"{PRIVATE}: .state, _lazy_init",
+    "TestFullyShardLazyInit.test_fully_shard_multi_module_root": f"{PRIVATE}: .state, _lazy_init",
+    "TestFullyShardManagedModulesAndStates.test_managed_modules_nested": f"{PRIVATE}: _get_managed_modules",
+    "TestFullyShardManagedModulesAndStates.test_managed_modules_nested_fully_shard_and_replicate": (
+        f"{PRIVATE}: _get_managed_modules"
+    ),
+    "TestFullyShardManagedModulesAndStates.test_managed_states_nested_fully_shard": f"{PRIVATE}: _get_managed_states",
     "TestFullyShardMeshArg.test_2d_mesh_without_mesh_dim_names": f"{REFUSAL}: axes without names",
     "TestFullyShardMeshArg.test_invalid_mesh_ndim": WORDING,
     "TestFullyShardMetaDeviceInit.test_invalid_meta_device_init": WORDING,

@@ -140,7 +140,7 @@ def fully_shard(
         if offloads and mesh.device_type != "cpu":
             raise ValueError(f"offload_policy={offload_policy!r}: offloading is not supported")
         for one in modules:
-            if isinstance(one, (nn.ModuleList, nn.ModuleDict)):
+            if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
                 raise ValueError(f"{type(one).__name__} has no forward; wrap the modules in it")
             if isinstance(one, HSDPModule):
                 raise ValueError(f"{type(one).__name__} is sharded already")

@@ -440,6 +440,41 @@ def test_kinds_of_modules(kind: str) -> None:
     check(train_kind, kind)
 
 
+class Chain(nn.ModuleList):
+    """A list of modules that can be called, as no `ModuleList` can."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = torch.tanh(module(x))
+        return x
+
+
+class Branches(nn.ModuleDict):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self["left"](x) * self["right"](x)
+
+
+def train_containers(rank: int, world: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    chain = Chain([nn.Linear(6, 301), nn.Linear(301, 6)])
+    branches = Branches({"left": nn.Linear(6, 300), "right": nn.Linear(6, 300)})
+    model = nn.Sequential(chain, branches, nn.Linear(300, 3)).double()
+    if world > 1:
+        for module in (chain, branches, model):
+            hsdp.fully_shard(module, mesh=hsdp.init_mesh(replicate=2, shard=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(2):
+        optimizer.zero_grad()
+        model(data(rank, world, 6, seed=seed)).pow(2).mean().backward()
+        optimizer.step()
+        assert world == 1 or (is_sharded(chain) and is_sharded(branches))
+    return params_of(model) | grads_of(model)
+
+
+def test_containers_with_a_forward_are_units() -> None:
+    check(train_containers)
+
+
 class Box:
     """Not a container that anyone can look into."""
 
