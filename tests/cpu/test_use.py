@@ -475,6 +475,32 @@ def test_containers_with_a_forward_are_units() -> None:
     check(train_containers)
 
 
+def train_a_list(rank: int, world: int, root: bool) -> dict[str, torch.Tensor]:
+    """Two modules that are one unit, with another between them; with or without a unit around them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 301), nn.Linear(301, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    first, middle, _tanh, last = model
+    if world > 1:
+        for module in ([first, last], middle, *([model] if root else ())):
+            hsdp.fully_shard(module, mesh=hsdp.init_mesh(replicate=2, shard=2))
+        assert hsdp.describe(model if root else first).num_units == (2 if root else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        optimizer.zero_grad()
+        if seed == 1:  # by hand, and not all of the unit
+            middle(first(data(rank, world, 6, seed=seed)).relu()).tanh().mean().backward()
+        else:
+            model(data(rank, world, 6, seed=seed)).pow(2).mean().backward()
+        optimizer.step()
+        assert world == 1 or is_sharded(model)
+    return params_of(model) | grads_of(model)
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_a_list_of_modules_is_one_unit(root: bool) -> None:
+    check(train_a_list, root)
+
+
 class Box:
     """Not a container that anyone can look into."""
 
