@@ -18,7 +18,9 @@ import typer
 
 from hsdp import runs
 from hsdp.data import check_size, find_files
+from hsdp.draw import MeshPicture, save, show
 from hsdp.options import TrainOptions, with_checkpoint, with_local_mesh
+from hsdp.placement import ORDERS, arrange, plan_world, resolve_sizes
 from hsdp.progress import missing_extras
 
 CPU_RANKS = 4
@@ -105,6 +107,48 @@ def train(
     if files:
         given["data"] = tuple(str(Path(path).resolve()) for path in files)
     raise typer.Exit(run_train(given))
+
+
+MESH_HELP = """Draw a replicate x shard mesh before anything runs: which ranks share a copy, and what crosses hosts.
+
+Rows are laid inside hosts as a run would lay them, whatever order the launcher numbers the ranks in. Without
+--replicate and --shard a copy is shared by the ranks of a host.
+"""
+
+
+@app.command(help=MESH_HELP, short_help="Draw a mesh.")
+def mesh(
+    hosts: Annotated[int, typer.Option(help="Machines.")] = 2,
+    per_host: Annotated[str, _option("Ranks on every host, or on each: 8 or 8,8,4.", None, "N[,N...]")] = "8",
+    replicate: Annotated[int | None, _option("Copies of the model; -1 for the rest.", "what remains")] = None,
+    shard: Annotated[int | None, _option("Ranks that share one copy; -1 for the rest.", "the ranks of a host")] = None,
+    order: Annotated[str, typer.Option(help=f"How ranks are numbered over hosts: {' or '.join(ORDERS)}.")] = ORDERS[0],
+    svg: Annotated[str | None, _option("Write the picture here instead.", None, "FILE")] = None,
+    png: Annotated[str | None, _option("Write the picture here instead.", None, "FILE")] = None,
+) -> None:
+    """Draw; MESH_HELP says more."""
+    try:
+        world = plan_world(_ranks_by_host(hosts, per_host), order)
+        rows = arrange(world.hosts, *resolve_sizes(world, replicate, shard))
+        picture = MeshPicture(tuple(map(tuple, rows)), dict(enumerate(world.names)))
+        files = {".svg": svg, ".png": png}
+        for suffix, path in files.items():
+            if path is not None and not path.lower().endswith(suffix):
+                raise ValueError(f"--{suffix[1:]} {path}: the name has to end with {suffix}")
+        for path in filter(None, files.values()):
+            print(save(picture, path))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if svg is None and png is None:
+        show(picture)
+
+
+def _ranks_by_host(hosts: int, per_host: str) -> list[int]:
+    numbers = per_host.split(",")
+    if not all(number.strip().isdecimal() for number in numbers) or len(numbers) not in (1, hosts):
+        raise ValueError(f"--per-host {per_host}: one number, or one for each of the {hosts} hosts, as in 8,8,4")
+    return [int(number) for number in numbers] * (hosts if len(numbers) == 1 else 1)
 
 
 def run_train(given: Mapping[str, Any]) -> int:

@@ -8,11 +8,13 @@ HSDP over 8 ranks = replicate 2 x shard 4 on 2 hosts
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hsdp import draw
 from hsdp.control import format_ranks
 from hsdp.module import schedules_of
 from hsdp.placement import describe_rows
@@ -31,6 +33,8 @@ class Description:
         sharing: ranks that share one copy of the model with `rank`.
         twins: ranks that hold the same part of it as `rank`.
         spanning_rows: shard groups that lie on more than one host.
+        rows: the ranks of every shard group, in mesh order.
+        hosts: the host's name, by rank.
     """
 
     rank: int
@@ -41,6 +45,8 @@ class Description:
     twins: tuple[int, ...]
     num_hosts: int
     spanning_rows: int
+    rows: tuple[tuple[int, ...], ...]
+    hosts: dict[int, str]
     num_units: int
     num_parameters: int
     num_trainable: int
@@ -70,6 +76,20 @@ class Description:
             ]
         )
 
+    def draw(self, path: str | Path | None = None) -> None:
+        """Draw the mesh: into the file `path`, SVG or PNG by its suffix, or else on this process's standard output.
+
+        Every rank may call it, and draws the same; so one rank should. Needs matplotlib or rich (`hsdp[train]`).
+
+        Raises:
+            ValueError: another suffix.
+        """
+        picture = draw.MeshPicture(self.rows, self.hosts)
+        if path is None:
+            draw.show(picture)
+        else:
+            draw.save(picture, path)
+
 
 def describe(model: nn.Module) -> Description:
     """Describe a wrapped model, as this rank sees it; no communication.
@@ -97,6 +117,8 @@ def describe(model: nn.Module) -> Description:
         twins=tuple(mesh_ranks[each] for each in place.twin_ranks),
         num_hosts=place.num_hosts,
         spanning_rows=place.num_spanning_rows,
+        rows=tuple(tuple(mesh_ranks[each] for each in row) for row in rows),
+        hosts=dict(zip(mesh_ranks, schedule.world.names, strict=True)),
         num_units=len(units),
         num_parameters=sum(param.sharded.numel() for param in params),
         num_trainable=sum(param.sharded.numel() for param in trainable),

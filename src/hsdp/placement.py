@@ -1,7 +1,8 @@
 """Where ranks sit and what mesh follows from it: plain ints and strings, pure, the same answer on every rank.
 
-Holds: the world as ranks on hosts, `arrange` (hosts -> rows of ranks), `resolve_sizes` (what was asked -> two numbers)
-and `describe_rows` (what the rows mean for a rank). Must not know: torch, process groups, environment variables.
+Holds: the world as ranks on hosts, `plan_world` (one that does not run yet), `arrange` (hosts -> rows of ranks),
+`resolve_sizes` (what was asked -> two numbers) and `describe_rows` (what the rows mean for a rank).
+Must not know: torch, process groups, environment variables.
 
     ranks on hosts     arrange(hosts, replicate=2, shard=2)
     a: 0, 2            row 0: [0, 2]   all on a      a row shares one copy of the model
@@ -54,6 +55,30 @@ class World:
     def spans(self, rows: Iterable[Sequence[int]]) -> int:
         """How many of `rows` have ranks on more than one host."""
         return sum(len({self.hosts[rank] for rank in row}) > 1 for row in rows)
+
+
+ORDERS = ("block", "round-robin")
+
+
+def plan_world(counts: Sequence[int], order: str = "block") -> World:
+    """A world that does not run yet, to look at its mesh.
+
+    Args:
+        counts: ranks of every host.
+        order: how a launcher numbers the ranks: "block" host after host, "round-robin" one a host in turn.
+
+    Raises:
+        ValueError: no host, a host without ranks, or another order.
+    """
+    if not counts or min(counts) < 1:
+        raise ValueError(f"ranks by host: {list(counts)}; there is at least one host, and every host has 1 or more")
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r}: one of {', '.join(ORDERS)}")
+    places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
+    if order == "round-robin":
+        places.sort(key=lambda place: (place[1], place[0]))
+    names = tuple(f"host {host}" for host, _local in places)
+    return World(names, tuple(local for _host, local in places), names)
 
 
 # ---- hosts -> rows ---------------------------------------------------------------------------------------------------

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+from pathlib import Path
 
 import torch
 from harness import run_ranks
 from torch import nn
 
 import hsdp
+from hsdp import topology
 
 
 class Block(nn.Linear):
@@ -37,6 +40,8 @@ def test_the_numbers_and_the_text() -> None:
         assert (seen.world, seen.replicate, seen.shard, seen.rank) == (4, 2, 2, rank)
         assert seen.sharing == ((0, 1) if rank < 2 else (2, 3))
         assert seen.twins == (rank % 2, rank % 2 + 2)
+        assert seen.rows == ((0, 1), (2, 3))
+        assert list(seen.hosts) == [0, 1, 2, 3]
         assert (seen.num_hosts, seen.spanning_rows, seen.num_units) == (1, 0, 3)
         assert (seen.num_parameters, seen.num_trainable) == (2 * block + head, 2 * block)
         assert seen.parameter_bytes == (2 * block + head) // 2 * 4
@@ -51,3 +56,26 @@ def test_the_numbers_and_the_text() -> None:
         f"  {2 * block + head:,} parameters (1,024 of them frozen) in 3 units; precision: param bfloat16",
         "  bytes a rank: parameters 1.0 MiB, gradients 1.0 MiB, AdamW 2.0 MiB, largest gather 0.5 MiB (0)",
     ]
+
+
+def draw(rank: int, world: int, path: str) -> tuple[str, hsdp.Description]:
+    os.environ[topology.HOST_VARIABLE] = "abba"[rank]
+    model = nn.Sequential(nn.Linear(4, 4))
+    hsdp.hybrid_shard(model, mesh=(2, 2), announce=False)
+    description = hsdp.describe(model)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        description.draw()
+    description.draw(f"{path}{rank}.svg")
+    return printed.getvalue(), description
+
+
+def test_the_picture_of_a_live_mesh(tmp_path: Path) -> None:
+    results = run_ranks(4, draw, f"{tmp_path}/")
+    assert {(text, seen.rows, tuple(seen.hosts.items())) for text, seen in results} == {
+        (results[0][0], ((0, 3), (1, 2)), ((0, "a"), (3, "a"), (1, "b"), (2, "b")))
+    }
+    lines = [line.strip(" │\n") for line in results[0][0].splitlines()]
+    assert lines[0] == "replicate 2 x shard 2: 2 copies of the model, each spread over 2 ranks"
+    assert lines.index("replicate 0   0 ━━ 3") < lines.index("replicate 1   1 ━━ 2")
+    assert len({path.read_bytes() for path in tmp_path.glob("*.svg")}) == 1
