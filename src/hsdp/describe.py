@@ -17,11 +17,12 @@ from torch import nn
 from hsdp import draw
 from hsdp.control import format_ranks
 from hsdp.module import schedules_of
-from hsdp.placement import describe_rows
+from hsdp.placement import better_rows, describe_rows
 from hsdp.precision import Precision
 from hsdp.segment import Segment
 from hsdp.unit import Unit
 
+_MAX_ROWS = 4  # so many rows are spelled out
 _ADAMW_STATES = 2  # exp_avg and exp_avg_sq, in the parameter's own dtype
 
 
@@ -60,6 +61,12 @@ class Description:
     def __str__(self) -> str:
         hosts = "1 host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
         inside = "yes" if not self.spanning_rows else f"no, {self.spanning_rows} of {self.replicate} span hosts"
+        better = better_rows(self.hosts, self.rows)
+        if better is not None:
+            some = ", ".join(map(str, better[:_MAX_ROWS])) + (", ..." if len(better) > _MAX_ROWS else "")
+            inside += (
+                f"\n  better: rows {some}, as hsdp.init_mesh(replicate={self.replicate}, shard={self.shard}) makes them"
+            )
         frozen = self.num_parameters - self.num_trainable
         trainable = "" if not frozen else f" ({frozen:,} of them frozen)"
         return "\n".join(

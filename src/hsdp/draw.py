@@ -231,7 +231,8 @@ def _draw_hosts(axes: Any, picture: MeshPicture, boxes: Sequence[tuple[str, list
     for host, lines, top in boxes:
         corner, size = (-0.5, top - 0.5), (picture.shard, len(lines))
         axes.add_patch(FancyBboxPatch(corner, *size, facecolor="#F4F4F4", edgecolor="#888888", zorder=0, **_BOX))
-        axes.text(-0.5, top - 0.56, host, fontsize=8, fontweight="bold", color="#444444", va="bottom")
+        name = axes.text(-0.5, top - 0.56, host, fontsize=8, fontweight="bold", color="#444444", va="bottom", zorder=2)
+        name.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # over the links that pass
         for index, line in enumerate(lines):
             axes.text(-0.65, top + index, f"replicate {line.row}", ha="right", va="center", fontsize=8, color="#555555")
 

@@ -7,9 +7,11 @@ import io
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from harness import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
 from hsdp import topology
@@ -79,3 +81,29 @@ def test_the_picture_of_a_live_mesh(tmp_path: Path) -> None:
     assert lines[0] == "replicate 2 x shard 2: 2 copies of the model, each spread over 2 ranks"
     assert lines.index("replicate 0   0 ━━ 3") < lines.index("replicate 1   1 ━━ 2")
     assert len({path.read_bytes() for path in tmp_path.glob("*.svg")}) == 1
+
+
+def announce_on_hosts(rank: int, world: int, hosts: str, ranks: list[list[int]]) -> str:
+    os.environ[topology.HOST_VARIABLE] = hosts[rank]
+    model = nn.Sequential(nn.Linear(4, 4))
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        hsdp.hybrid_shard(model, mesh=DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")))
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "said"),
+    [
+        ("abab", [[0, 1], [2, 3]], [
+            "  shard groups stay inside a host: no, 2 of 2 span hosts",
+            "  better: rows [0, 2], [1, 3], as hsdp.init_mesh(replicate=2, shard=2) makes them",
+        ]),
+        ("abab", [[0, 2], [1, 3]], ["  shard groups stay inside a host: yes"]),
+        ("abab", [[0, 1, 2, 3]], ["  shard groups stay inside a host: no, 1 of 1 span hosts"]),  # there is none better
+    ],
+)  # fmt: skip
+def test_a_mesh_that_crosses_hosts_needlessly_is_told(hosts: str, ranks: list[list[int]], said: list[str]) -> None:
+    first, *others = run_ranks(4, announce_on_hosts, hosts, ranks)
+    assert [line for line in first.splitlines() if "host:" in line or "better" in line] == said
+    assert others == [""] * 3

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from hsdp import placement, topology
-from hsdp.placement import World, arrange, borders, describe_rows, resolve_sizes
+from hsdp.placement import World, arrange, better_rows, borders, describe_rows, resolve_sizes
 
 
 def world_of(hosts: str | list[str]) -> World:
@@ -85,6 +85,14 @@ def check_rows(hosts: list[str], replicate: int, shard: int) -> None:
     assert rows == sorted(sorted(row) for row in rows), "ranks ascend in a row, first ranks from row to row"
     counts = tuple(sorted(Counter(hosts).values()))
     assert borders(hosts, rows) == least_borders(counts, shard), (hosts, rows)
+
+
+def test_better_rows() -> None:
+    assert better_rows(dict(enumerate("abab")), [[0, 1], [2, 3]]) == [[0, 2], [1, 3]]
+    assert better_rows(dict(enumerate("abab")), [[2, 0], [1, 3]]) is None  # as good, in another order
+    assert better_rows(dict(enumerate("abab")), [[0, 1, 2, 3]]) is None  # crosses, and has to
+    # The axes of a larger mesh: only these ranks, which are not all of the world.
+    assert better_rows({4: "a", 7: "b", 6: "a", 9: "b"}, [[4, 7], [6, 9]]) == [[4, 6], [7, 9]]
 
 
 @functools.cache
