@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hsdp.control import format_ranks
+from hsdp.placement import num_spanning
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -76,7 +77,7 @@ class MeshPicture:
         copies = "1 copy" if self.replicate == 1 else f"{self.replicate} copies"
         ranks = "1 rank" if self.shard == 1 else f"{self.shard} ranks"
         spread = "" if self.replicate == 1 else "each "
-        spanning = sum(len({self.host_of[rank] for rank in row}) > 1 for row in self.rows)
+        spanning = num_spanning(self.host_of, self.rows)
         inside = "every shard group stays inside a host" if not spanning else (
             f"{spanning} of {self.replicate} shard groups span hosts: their gathers use the links between hosts"
         )  # fmt: skip
@@ -121,9 +122,9 @@ def in_terminal(picture: MeshPicture, console: Console) -> RenderableType:
     last_row = picture.replicate - 1
     for host, lines in picture.lines().items():
         body: list[Text] = []
-        for position, line in enumerate(lines):
+        for line in lines:
             body.append(_cells(line, picture.shard, cell, label, marks.gather) if fits else _listed(line, label))
-            if fits and line.row < last_row and (position + 1 == len(lines) or lines[position + 1].row != line.row):
+            if fits and line.row < last_row:
                 body.append(_verticals(line, cell, label, marks.cross))
         boxes.append(Panel(Group(*body), title=host, title_align="left", expand=False))
     if picture.shard > 1:

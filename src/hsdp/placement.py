@@ -54,7 +54,7 @@ class World:
 
     def spans(self, rows: Iterable[Sequence[int]]) -> int:
         """How many of `rows` have ranks on more than one host."""
-        return sum(len({self.hosts[rank] for rank in row}) > 1 for row in rows)
+        return num_spanning(self.hosts, rows)
 
 
 ORDERS = ("block", "round-robin")
@@ -132,9 +132,14 @@ def arrange(hosts: Sequence[str], replicate: int, shard: int) -> list[list[int]]
     return rows
 
 
-def borders(hosts: Sequence[str], rows: Iterable[Sequence[int]]) -> int:
+def borders(host_of: Sequence[str] | Mapping[int, str], rows: Iterable[Sequence[int]]) -> int:
     """Host borders inside rows: the sum over rows of (hosts in the row - 1)."""
-    return sum(len({hosts[rank] for rank in row}) - 1 for row in rows)
+    return sum(len({host_of[rank] for rank in row}) - 1 for row in rows)
+
+
+def num_spanning(host_of: Sequence[str] | Mapping[int, str], rows: Iterable[Sequence[int]]) -> int:
+    """How many of `rows` have ranks on more than one host."""
+    return sum(len({host_of[rank] for rank in row}) > 1 for row in rows)
 
 
 def better_rows(host_of: Mapping[int, str], rows: Sequence[Sequence[int]]) -> list[list[int]] | None:
@@ -144,12 +149,9 @@ def better_rows(host_of: Mapping[int, str], rows: Sequence[Sequence[int]]) -> li
         host_of: which host a rank is on.
     """
     ranks = sorted(host_of)
-    hosts = [host_of[rank] for rank in ranks]
-    position = {rank: index for index, rank in enumerate(ranks)}
-    best = arrange(hosts, len(rows), len(rows[0]))
-    if borders(hosts, best) >= borders(hosts, [[position[rank] for rank in row] for row in rows]):
-        return None
-    return [[ranks[index] for index in row] for row in best]
+    arranged = arrange([host_of[rank] for rank in ranks], len(rows), len(rows[0]))
+    best = [[ranks[index] for index in row] for row in arranged]
+    return best if borders(host_of, best) < borders(host_of, rows) else None
 
 
 def _chain_hosts(remainders: dict[str, int], shard: int) -> list[str]:
