@@ -4,10 +4,10 @@ from hsdp.api import accumulate, fully_shard, gathered, hybrid_shard, register_f
 from hsdp.clip import clip_grad_norm_
 from hsdp.describe import Description, describe
 from hsdp.loss import token_mean
+from hsdp.mesh import init_mesh
 from hsdp.module import HSDPModule
 from hsdp.precision import Precision
 from hsdp.replicas import check_replicas
-from hsdp.topology import init_mesh
 
 __version__ = "0.1.0"
 

@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from hsdp.control import agree
+from hsdp.control import agree, default_timeout_s
 from hsdp.describe import describe
 from hsdp.hooks import wrap_method
 from hsdp.materialize import Init
+from hsdp.mesh import default_device_type
 from hsdp.module import HSDPModule, schedules_of, state_of, wrapped_modules
 from hsdp.precision import Precision
-from hsdp.topology import check_mesh, init_mesh
+from hsdp.target import MeshArgument, Target, resolve_mesh
 from hsdp.units import UnitPlan, UnitsArgument, choose_units, plan_group, plan_units
 from hsdp.wrap import Options, ShardPlacement, build, check_equal, check_plans, settle_rest
 
@@ -31,7 +32,8 @@ def hybrid_shard(
     *,
     replicate: int | str | None = None,
     shard: int | str | None = None,
-    mesh: DeviceMesh | tuple[int, int] | None = None,
+    mesh: MeshArgument = None,
+    device: torch.device | str | int | None = None,
     units: UnitsArgument = None,
     precision: Precision | None = None,
     reshard_after_forward: bool | None = None,
@@ -41,38 +43,37 @@ def hybrid_shard(
     sync_replicas: bool = True,
     sync_buffers: Literal["wrap", "forward"] = "wrap",
     init: Init | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float | None = None,
     announce: bool = True,
 ) -> ModuleT:
     """Shard `model` in place over a replicate x shard mesh, and return it. Every rank calls this with the same model.
 
-    Afterwards its parameters are DTensors `(Replicate(), Shard(0))`; make the optimizer from them. Gradients are the
-    mean over all ranks, as with DDP.
+    Make the optimizer afterwards, from parameters that are DTensors `(Replicate(), Shard(0))`. Gradients are means.
 
     Args:
         model: any module; one on the meta device is made real unit by unit.
         replicate, shard: number of copies of the model, of ranks that share one copy; see `init_mesh`.
-        mesh: instead of the two numbers, a mesh with axes ("replicate", "shard"), or the tuple (replicate, shard).
-        units: what is gathered together: module classes, class names, a predicate `module -> bool`, or None for the
-            repeated block. Parameters outside of all units are gathered with the model itself.
+        mesh: instead of the two numbers, a tuple of them; or a mesh with axes "replicate" and "shard", of which one may
+            be missing and beside which others may be; or a tuple (replicate group, shard group).
+        device: where to train; default: where the parameters are, else the mesh's type, else the current accelerator
+            if the default group serves it, else the CPU. What is on the CPU moves. It becomes the current device.
+        units: what is gathered together: module classes, their names, a predicate, or None for the repeated block.
         precision: mixed precision; None computes in the parameters' own dtype.
-        reshard_after_forward: release a unit's full parameters between its forward and its backward. None: yes, but
-            for those that backward needs first.
+        reshard_after_forward: release a unit between its forward and backward. None: but for what backward needs first.
         ignored_params: stay as they are: whole, never moved, not reduced, not made equal; warned of when trained.
         reduce_ignored: make ignored parameters equal at wrap, and average their gradients over all ranks.
         shard_placement_fn: `Shard(dim)` for a parameter that is to be cut along another dim than 0, else None.
-        sync_buffers: "wrap" makes buffers equal now, and lets each rank keep its own from then on; "forward" gives all
-            ranks the first one's before each training forward as well, for running statistics.
+        sync_buffers: make buffers equal at "wrap" only, or before each training "forward" too, for running statistics.
         sync_replicas: make parameters and buffers those of the first rank, whatever the others hold.
         init: called with every module that owns something on the meta device; default: its `reset_parameters()`.
-        timeout_s: how long this rank waits for another one in a collective, in seconds.
+        timeout_s: how long this rank waits for another one, in seconds; default: HSDP_TIMEOUT_S, else 60.
         announce: print what was set up, once, on the first rank, to standard error.
 
     Raises:
-        ValueError: on every rank alike: a mesh that does not fit the world, a model without parameters, one that is
-            wrapped already, or one that differs between ranks.
+        ValueError: on every rank alike: whatever is wrong with an argument, or differs between ranks.
     """
-    mesh = _resolve_mesh(mesh, replicate, shard)
+    timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+    mesh = resolve_mesh(mesh, replicate, shard, Target.of([model], ignored_params, device), timeout_s)
     options = Options(
         precision or Precision(), reshard_after_forward, sync_replicas, timeout_s, init, shard_placement_fn,
         ignored_params or (), reduce_ignored, sync_buffers,
@@ -99,7 +100,7 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     sync_replicas: bool = True,
     init: Init | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float | None = None,
 ) -> Any:
     """Make one unit of `module`, with the meaning of `torch.distributed.fsdp.fully_shard`: call it bottom-up.
 
@@ -120,22 +121,19 @@ def fully_shard(
     """
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     if mesh is None:
-        mesh = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
+        mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
+    timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+    reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
     options = Options(
-        _precision_of(mp_policy),
-        None if reshard_after_forward is None else bool(reshard_after_forward),
-        sync_replicas,
-        timeout_s,
-        init,
-        shard_placement_fn,
-        ignored_params or (),
+        _precision_of(mp_policy), reshard, sync_replicas, timeout_s, init, shard_placement_fn, ignored_params or (),
         keep_meta=init is None,
-    )
-
+    )  # fmt: skip
     if mesh.ndim not in (1, 2):  # every rank holds the same mesh
         raise ValueError(f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; fully_shard takes 1 or 2")
+    target = Target.of(modules, ignored_params, None)
 
     def plan() -> list[UnitPlan]:
+        target.settle(mesh)
         offloads = offload_policy is not None and type(offload_policy) is not OffloadPolicy
         if offloads and mesh.device_type != "cpu":
             raise ValueError(f"offload_policy={offload_policy!r}: offloading is not supported")
@@ -165,18 +163,6 @@ def _wrap(modules: Sequence[nn.Module], plan: Callable[[], list[UnitPlan]], mesh
         settle_rest(modules, schedule, mesh, options)
 
 
-def _resolve_mesh(mesh: DeviceMesh | tuple[int, int] | None, replicate: Any, shard: Any) -> DeviceMesh:
-    if mesh is None:
-        return init_mesh(replicate=replicate, shard=shard)
-    if replicate is not None or shard is not None:
-        raise ValueError(f"give either mesh or the two numbers, not both: {mesh=}, {replicate=}, {shard=}")
-    if isinstance(mesh, DeviceMesh):
-        return check_mesh(mesh)
-    if not isinstance(mesh, (tuple, list)) or len(mesh) != 2:
-        raise ValueError(f"mesh={mesh!r}: expected a DeviceMesh or the tuple (replicate, shard)")
-    return init_mesh(replicate=mesh[0], shard=mesh[1])
-
-
 def _check_can_be_wrapped(model: nn.Module, ignored: set[nn.Parameter]) -> None:
     if all(param in ignored for param in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters to shard")
@@ -195,11 +181,6 @@ def _precision_of(policy: Precision | MixedPrecisionPolicy | None) -> Precision:
             cast_inputs=policy.cast_forward_inputs,
         )
     return policy or Precision()
-
-
-def _default_device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator is not None else "cpu"
 
 
 @contextmanager

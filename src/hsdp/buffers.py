@@ -13,18 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hsdp.collectives import broadcast_first
-from hsdp.precision import Precision, cast_floats
+from hsdp.device import move
+from hsdp.precision import Precision
 
 POLICIES = ("wrap", "forward")
 
 
 def place_buffers(model: nn.Module, device: torch.device, precision: Precision) -> None:
-    """Move all buffers to the device and cast them."""
+    """Move all buffers to the device and cast them; a buffer that several modules share stays one."""
+    placed: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and not isinstance(buffer, DTensor) and not buffer.is_meta:
-                moved = buffer.to(device)
-                module._buffers[name] = cast_floats(moved, precision.buffer) if precision.buffer is not None else moved
+            if buffer is None or isinstance(buffer, DTensor) or buffer.is_meta:
+                continue
+            if buffer not in placed:
+                floats = buffer.is_floating_point() and precision.buffer is not None
+                placed[buffer] = move(buffer, device, precision.buffer if floats else None)
+            module._buffers[name] = placed[buffer]
 
 
 def broadcast_buffers(model: nn.Module, mesh: DeviceMesh) -> None:

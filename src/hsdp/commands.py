@@ -6,6 +6,7 @@ Imports typer, which only the extra `train` installs; cli.py says so where it is
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -120,8 +121,8 @@ Rows are laid inside hosts as a run would lay them, whatever order the launcher 
 def mesh(
     hosts: Annotated[int, typer.Option(help="Machines.")] = 2,
     per_host: Annotated[str, _option("Ranks on every host, or on each: 8 or 8,8,4.", None, "N[,N...]")] = "8",
-    replicate: Annotated[int | None, _option("Copies of the model; -1 for the rest.", "what remains")] = None,
-    shard: Annotated[int | None, _option("Ranks that share one copy; -1 for the rest.", "the ranks of a host")] = None,
+    replicate: Annotated[str | None, _option("Copies of the model; -1: the rest.", "what remains", "N")] = None,
+    shard: Annotated[str | None, _option("Ranks that share a copy; -1: the rest.", "a host's ranks", "N|node")] = None,
     order: Annotated[str, typer.Option(help=f"How ranks are numbered over hosts: {' or '.join(ORDERS)}.")] = ORDERS[0],
     svg: Annotated[str | None, _option("Write the picture here instead.", None, "FILE")] = None,
     png: Annotated[str | None, _option("Write the picture here instead.", None, "FILE")] = None,
@@ -129,7 +130,7 @@ def mesh(
     """Draw; MESH_HELP says more."""
     try:
         world = plan_world(_ranks_by_host(hosts, per_host), order)
-        rows = arrange(world.hosts, *resolve_sizes(world, replicate, shard))
+        rows = arrange(world.hosts, *resolve_sizes(world, _size(replicate), _size(shard)))
         picture = MeshPicture(tuple(map(tuple, rows)), dict(enumerate(world.names)))
         files = {".svg": svg, ".png": png}
         for suffix, path in files.items():
@@ -142,6 +143,10 @@ def mesh(
         raise typer.Exit(2) from None
     if svg is None and png is None:
         show(picture)
+
+
+def _size(text: str | None) -> int | str | None:
+    return int(text) if text is not None and re.fullmatch(r"-?\d+", text) else text
 
 
 def _ranks_by_host(hosts: int, per_host: str) -> list[int]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -22,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+TIMEOUT_VARIABLE = "HSDP_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 60.0  # torch gives a mesh's groups 30 minutes, whatever the default group has
 MAX_MESSAGE_BYTES = 16 * 2**20  # one rank's value; a caller with more has no small message
 _DIGEST_WORDS = 4  # sha256 as int64
 _SHOWN_CHARS = 200  # of one value in an error text
@@ -83,7 +87,7 @@ def agree(
         return
     if list(found.values()) == [list(errors)]:
         raise ValueError(next(iter(found)))
-    shown = [f"{format_ranks(ranks)}: {text}" for text, ranks in list(found.items())[:_SHOWN_VALUES]]
+    shown = [f"{format_ranks(sorted(ranks))}: {text}" for text, ranks in list(found.items())[:_SHOWN_VALUES]]
     raise ValueError("; ".join(shown))
 
 
@@ -119,6 +123,33 @@ def format_ranks(ranks: Sequence[int]) -> str:
     for run in runs:
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+
+
+def default_timeout_s() -> float:
+    """How long a rank waits for another one where the caller says nothing: the variable HSDP_TIMEOUT_S, else 60 s.
+
+    Raises:
+        ValueError: the variable is no number of seconds above 0.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if text is None:
+        return DEFAULT_TIMEOUT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    check_timeout(seconds if seconds == seconds else text, TIMEOUT_VARIABLE)
+    return seconds
+
+
+def check_timeout(timeout_s: object, name: str = "timeout_s") -> None:
+    """
+    Raises:
+        ValueError: not a finite number of seconds above 0.
+    """
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not (number and 0 < float(timeout_s) < math.inf):  # type: ignore[arg-type]
+        raise ValueError(f"{name}={timeout_s!r} has to be a number of seconds above 0")
 
 
 def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:

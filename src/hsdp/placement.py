@@ -17,7 +17,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _EXACT_STATES = 200_000  # `_chain_hosts` searches exactly up to so many states
 
@@ -30,11 +30,15 @@ class World:
         hosts: by rank, the identity of its host (not for people).
         local_ranks: by rank, its number on its host as the launcher gave it, else its position among the host's ranks.
         names: by rank, its host's name for people; different hosts have different names.
+        local_world_sizes: by rank, how many ranks its launcher says to have started on its host; None: it says nothing.
+        devices: by rank, the type of its device and how many of them it sees.
     """
 
     hosts: tuple[str, ...]
     local_ranks: tuple[int, ...]
     names: tuple[str, ...]
+    local_world_sizes: tuple[int | None, ...] = ()
+    devices: tuple[tuple[str, int], ...] = ()
 
     @property
     def size(self) -> int:
@@ -51,6 +55,20 @@ class World:
     def ranks_per_host(self) -> dict[str, int]:
         """Number of ranks by host name, in the order of `host_ids`."""
         return dict(Counter(self.names))
+
+    def with_ranks_per_host(self, number: int) -> World:
+        """The world as if every `number` ranks in the order of their numbers were one host.
+
+        Raises:
+            ValueError: the number of ranks is no multiple.
+        """
+        if _as_int(number) is None or number < 1 or self.size % number:
+            raise ValueError(
+                f"ranks_per_host={number!r} does not divide the world of {self.size} ranks; "
+                f"numbers that fit: {_join(_divisors(self.size))}"
+            )
+        names = tuple(f"host {rank // number}" for rank in range(self.size))
+        return replace(self, hosts=names, names=names, local_ranks=tuple(rank % number for rank in range(self.size)))
 
     def spans(self, rows: Iterable[Sequence[int]]) -> int:
         """How many of `rows` have ranks on more than one host."""

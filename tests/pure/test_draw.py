@@ -119,6 +119,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert (status, error) == (0, "")
     assert out.startswith("replicate 4 x shard 4: 4 copies of the model, each spread over 4 ranks\n")
     assert "replicate 3   12 ━━ 13 ━━ 14 ━━ 15" in out
+    assert run("--per-host", "4", "--shard", "node")[1].startswith("replicate 2 x shard 4: ")
+    assert run("--per-host", "4", "--shard", "-1", "--replicate", "8")[1].startswith("replicate 8 x shard 1: ")
     svg, png = str(tmp_path / "a.svg"), str(tmp_path / "a.png")
     assert run("--per-host", "4,2", "--svg", svg, "--png", png) == (0, f"{svg}\n{png}\n", "")
     assert Path(svg).stat().st_size
@@ -129,6 +131,8 @@ def test_the_command(tmp_path: Path) -> None:
     ("arguments", "wanted"),
     [
         (["--shard", "3"], ["shard=3 does not divide the world of 16 ranks"]),
+        (["--shard", "rack"], ["shard='rack' is not a mesh size", '"node"']),
+        (["--per-host", "8,4", "--shard", "node"], ['shard="node" needs equally many ranks on every host']),
         (["--replicate", "3", "--shard", "4"], ["replicate=3 x shard=4 needs 12 ranks, the world has 16"]),
         (["--per-host", "8,8,8"], ["--per-host 8,8,8", "2 hosts"]),
         (["--per-host", "many"], ["--per-host many"]),

@@ -1,4 +1,4 @@
-"""placement.py and the pure parts of topology.py: hosts -> rows, requests -> sizes, rows -> words."""
+"""placement.py and the pure parts of topology.py and mesh.py: hosts -> rows, requests -> sizes, rows -> words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hsdp import placement, topology
+from hsdp import mesh, placement, topology
 from hsdp.placement import World, arrange, better_rows, borders, describe_rows, resolve_sizes
 
 
@@ -302,7 +302,8 @@ def test_describe_rows() -> None:
 
 
 def facts(name: str, boot_id: str, local_rank: int | None) -> dict[str, object]:
-    return {"host": [name, boot_id], "local_rank": local_rank}
+    host = {"host": [name, boot_id], "local_rank": local_rank}
+    return {**host, "local_world_size": None, "devices": 1, "device_type": "cpu"}
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
@@ -335,28 +336,46 @@ def test_host_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- a user's mesh ---------------------------------------------------------------------------------------------------
 
 
-def test_good_meshes() -> None:
-    assert topology.mesh_problem([[0, 1], [2, 3]], ("replicate", "shard"), 4) is None
-    assert topology.mesh_problem([[0], [1]], ("dp_replicate", "dp_shard"), 2) is None
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("replicate", "shard"),
+        ("dp_replicate", "dp_shard"),
+        ("replicate", "dp_shard"),
+        ("shard",),
+        ("replicate",),
+        ("pp", "replicate", "shard", "tp"),
+        ("dp_replicate", "cp", "shard"),
+        ("dp_shard", "tp"),
+    ],
+)
+def test_good_meshes(names: tuple[str, ...]) -> None:
+    assert mesh.mesh_problem([2] * len(names), names) is None
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names", "parts"),
+    ("names", "parts"),
     [
-        ([[0, 1], [2, 3]], None, ["shape (2, 2) has no axis names", "mesh_dim_names=('replicate', 'shard')"]),
-        (
-            [[0, 1], [2, 3]],
-            ("dp", "tp"),
-            ["axes ('dp', 'tp')", "('replicate', 'shard') or ('dp_replicate', 'dp_shard')"],
-        ),
-        ([[0, 1], [2, 3]], ("shard", "replicate"), ["axes ('shard', 'replicate')", "in that order"]),
-        ([[0, 1], [2, 3]], ("replicate", "dp_shard"), ["axes ('replicate', 'dp_shard')"]),
-        ([0, 1, 2, 3], ("shard",), ["axes ('shard',) of sizes (4,)"]),
-        ([[0, 2]], ("replicate", "shard"), ["shape (1, 2) has 2 ranks, the world has 4: ranks 1, 3 would be left out"]),
+        (None, ["shape (2, 2) has no axis names", "mesh_dim_names=('replicate', 'shard')"]),
+        (("dp", "tp"), ["axes ('dp', 'tp')", "('replicate', 'shard') or ('dp_replicate', 'dp_shard')"]),
+        (("shard", "replicate"), ["axes ('shard', 'replicate')", "in that order"]),
+        (("shard", "tp", "dp_replicate"), ["axes ('shard', 'tp', 'dp_replicate')", "in that order"]),
+        (("shard", "dp_shard"), ["['shard', 'dp_shard'] are two spellings of one axis"]),
+        (("dp_replicate", "replicate", "shard"), ["['dp_replicate', 'replicate'] are two spellings of one axis"]),
     ],
 )
-def test_meshes_refused(ranks: list[object], names: tuple[str, ...] | None, parts: list[str]) -> None:
-    problem = topology.mesh_problem(ranks, names, 4)
+def test_meshes_refused(names: tuple[str, ...] | None, parts: list[str]) -> None:
+    problem = mesh.mesh_problem([2] * len(names or (2, 2)), names)
     assert problem is not None
     for part in parts:
         assert part in problem
+
+
+def test_ranks_per_host() -> None:
+    world = world_of("abcd").with_ranks_per_host(2)
+    assert world.names == ("host 0", "host 0", "host 1", "host 1")
+    assert world.local_ranks == (0, 1, 0, 1)
+    assert resolve_sizes(world, None, None) == (2, 2)
+    for number in (0, 3, -1, True, "2"):
+        with pytest.raises(ValueError, match="numbers that fit: 1, 2, 4"):
+            world.with_ranks_per_host(number)  # type: ignore[arg-type]
