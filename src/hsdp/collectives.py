@@ -17,71 +17,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from hsdp.device import DeviceHandle
+from hsdp.pending import PairingError, Pending, Transfer
+
 TAG_SPACE = 1 << 30  # our tags lie at and above it, out of the way of a user's own send and recv in the same group
-
-
-class WaitError(RuntimeError):
-    """A collective did not complete in time, or a rank that takes part in it is gone."""
-
-
-class PairingError(WaitError):
-    """Ranks of one row sent different messages in one collective; `tags[r]` is that of shard rank `r`."""
-
-    def __init__(self, tags: Sequence[int]) -> None:
-        super().__init__("ranks sent different messages in one collective")
-        self.tags = list(tags)
-
-
-class Pending:
-    """Communication under way.
-
-    `wait()`: the results are there, and further work on the current stream is ordered behind them.
-    `drain()`: moreover nothing reads or writes the buffers any more, so that they may be freed or overwritten.
-    Both may be called again.
-    """
-
-    def __init__(
-        self,
-        receives: Sequence[dist.Work | None] = (),
-        sends: Sequence[dist.Work | None] = (),
-        timeout: timedelta | None = None,
-        then: Callable[[], None] | None = None,
-        keep: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self._receives = [work for work in receives if work is not None]
-        self._sends = [work for work in sends if work is not None]
-        self._timeout = timeout
-        self._then = then
-        self._keep = tuple(keep)  # buffers that must outlive the transfers
-
-    def wait(self) -> None:
-        receives, self._receives = self._receives, []
-        for work in receives:
-            self._wait(work)
-        then, self._then = self._then, None
-        if then is not None:
-            then()
-
-    def drain(self) -> None:
-        self.wait()
-        sends, self._sends = self._sends, []
-        for work in sends:
-            self._wait(work)
-        self._keep = ()
-
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            if self._timeout is None:
-                work.wait()
-            else:
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise WaitError(" ".join(str(error).split())) from error
 
 
 class Row(Protocol):
@@ -124,18 +68,19 @@ class DirectRow:
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
         self._group, self._timeout = group, timeout
         self.rank, self.size = group.rank(), group.size()
+        self._ranks = dist.get_process_group_ranks(group)
         # Each rank starts with its right-hand neighbour, so that no rank is everyone's first target.
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
-        return self._group.send([tensor], peer, tag) if tensor.numel() else None
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        return Transfer(self._group.send([tensor], peer, tag) if tensor.numel() else None, (self._ranks[peer],))
 
-    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
-        return self._group.recv([tensor], peer, tag) if tensor.numel() else None
+    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        return Transfer(self._group.recv([tensor], peer, tag) if tensor.numel() else None, (self._ranks[peer],))
 
     def gather(self, slabs: Sequence[torch.Tensor], tag: int) -> Pending:
-        receives: list[dist.Work | None] = []
-        sends: list[dist.Work | None] = []
+        receives: list[Transfer] = []
+        sends: list[Transfer] = []
         for i, slab in enumerate(slabs):
             parts = slab.view(self.size, -1)
             for peer in reversed(self._peers):
@@ -145,8 +90,8 @@ class DirectRow:
         return Pending(receives, sends, self._timeout)
 
     def reduce(self, jobs: Sequence[ReduceJob], tag: int) -> Pending:
-        receives: list[dist.Work | None] = []
-        sends: list[dist.Work | None] = []
+        receives: list[Transfer] = []
+        sends: list[Transfer] = []
         keep: list[torch.Tensor] = []
         sums: list[Callable[[], None]] = []
         for i, job in enumerate(jobs):
@@ -190,11 +135,14 @@ def _sum_into(out: torch.Tensor, terms: Sequence[torch.Tensor], add: bool) -> No
 class Stamps:
     """Compares the tags that the ranks of a row sent along; on an accelerator without waiting for it.
 
-    There the stamps are copied to the host and looked at with a later call, once the copy is known to be complete.
+    There the stamps are copied to the host and looked at with a later call, once the copy is known to be complete. A
+    device without events, or without memory to copy to behind the host's back, is waited for.
     """
 
-    def __init__(self) -> None:
-        self._copied: deque[tuple[torch.Tensor, torch.Event, int]] = deque()
+    def __init__(self, device: DeviceHandle) -> None:
+        self._device = device
+        self._copied: deque[tuple[torch.Tensor, Any, int]] = deque()
+        self._pins = True
 
     def check(self, stamps: torch.Tensor, tag: int) -> None:
         """`stamps`: int64 `[S]`, received in a call that this rank made with `tag`.
@@ -202,17 +150,24 @@ class Stamps:
         Raises:
             PairingError: a rank made another call.
         """
-        if stamps.device.type == "cpu":
+        host = self._pinned(stamps) if stamps.device.type != "cpu" else None
+        if host is None:
             self._compare(stamps, tag)
             return
-        host = torch.empty(stamps.shape, dtype=stamps.dtype, pin_memory=True)
         host.copy_(stamps, non_blocking=True)
-        event = torch.Event(stamps.device)
-        event.record()
-        self._copied.append((host, event, tag))
+        self._copied.append((host, self._device.record_event(), tag))
         while self._copied and self._copied[0][1].query():
             host, _, tag = self._copied.popleft()
             self._compare(host, tag)
+
+    def _pinned(self, stamps: torch.Tensor) -> torch.Tensor | None:
+        """Host memory for a copy in the background, None where the device lacks something for that."""
+        if self._pins and self._device.has_events:
+            try:
+                return torch.empty(stamps.shape, dtype=stamps.dtype, device="cpu", pin_memory=True)
+            except (RuntimeError, NotImplementedError):
+                self._pins = False
+        return None
 
     @staticmethod
     def _compare(stamps: torch.Tensor, tag: int) -> None:
@@ -227,11 +182,12 @@ class GroupedRow:
     any_order = False
     sums_wide = False
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self._group = group
         self.rank, self.size = group.rank(), group.size()
+        self._others = other_ranks(group)
         self._grouped = True
-        self._stamps = Stamps()
+        self._stamps = Stamps(DeviceHandle(device_type))
 
     def gather(self, slabs: Sequence[torch.Tensor], tag: int) -> Pending:
         # As bytes, because some backends flatten tensors of one grouped call together; a stamp is 16 bytes long.
@@ -271,7 +227,7 @@ class GroupedRow:
         messages = [torch.cat([job.full.view(self.size, -1).view(torch.uint8), stamp], dim=1).view(-1) for job in jobs]
         inboxes = [torch.empty_like(message) for message in messages]
         works = [
-            dist.all_to_all_single(inbox, message, group=self._group, async_op=True)
+            Transfer(dist.all_to_all_single(inbox, message, group=self._group, async_op=True), self._others)
             for inbox, message in zip(inboxes, messages, strict=True)
         ]
 
@@ -294,15 +250,21 @@ class GroupedRow:
 
     def _run(
         self, grouped: Callable[[], dist.Work | None], single: Sequence[Callable[[], dist.Work | None]]
-    ) -> list[dist.Work | None]:
+    ) -> list[Transfer]:
         if self._grouped and len(single) > 1:
             try:
-                return [grouped()]
+                return [Transfer(grouped(), self._others)]
             except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
                 if not _is_missing(error):
                     raise
                 self._grouped = False
-        return [run() for run in single]
+        return [Transfer(run(), self._others) for run in single]
+
+
+def other_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of `group` but this one."""
+    ranks = dist.get_process_group_ranks(group)
+    return tuple(rank for rank in ranks if rank != ranks[group.rank()])
 
 
 def _is_missing(error: Exception) -> bool:
@@ -326,7 +288,7 @@ def _reduce_scatter(out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGr
 def make_row(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> Row:
     """The row's collectives that suit the backend `group` has for `device_type`; one rank alone has no messages."""
     direct = group.size() == 1 or backend_of(group, device_type) == "gloo"
-    return DirectRow(group, timeout) if direct else GroupedRow(group)
+    return DirectRow(group, timeout) if direct else GroupedRow(group, device_type)
 
 
 def make_column(group: dist.ProcessGroup, device_type: str, timeout: timedelta) -> Column:
@@ -349,13 +311,13 @@ class Column:
     """All-reduce (sum) down the replicate axis, in the order of the calls."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-        self._group, self._timeout = group, timeout
+        self._group, self._timeout, self._others = group, timeout, other_ranks(group)
         self.rank, self.size = group.rank(), group.size()
 
     def all_reduce(self, bucket: torch.Tensor) -> Pending:
         """Sum `bucket` over the column, in place; every rank ends with the same bits."""
         work = dist.all_reduce(bucket, group=self._group, async_op=True)
-        return Pending([work], (), self._timeout, keep=[bucket])
+        return Pending([Transfer(work, self._others)], (), self._timeout, keep=[bucket])
 
 
 def broadcast_first(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:

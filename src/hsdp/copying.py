@@ -67,7 +67,8 @@ def _wire(modules: list[HSDPModule], old: Schedule, memo: dict[Any, Any]) -> Non
     units = {unit: _copy_unit(unit, memo) for unit in whole}
     old.num_copies += 1
     salt = zlib.crc32(f"{old.salt}/{old.num_copies}".encode())
-    schedule = Schedule(list(units.values()), old.mesh, old.column, salt)
+    waits = old.waits.for_copy(old.num_copies)
+    schedule = Schedule(list(units.values()), old.mesh, old.column, salt, waits)
     schedule.world = old.world
     for unit, new_unit in units.items():
         schedule.states[new_unit].take_settings(old.states[unit], units)

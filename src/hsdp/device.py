@@ -51,9 +51,14 @@ class DeviceHandle:
         if unused and local_rank.isdecimal():
             self._module.set_device(int(local_rank) % self._module.device_count())  # one visible a process: always 0
 
+    @property
+    def has_events(self) -> bool:
+        """Whether it works behind the host's back and can say how far it has come."""
+        return self.type != "cpu" and hasattr(self._module, "Event")
+
     def record_event(self) -> Any | None:
         """An event behind what is queued on the current stream, with `query()`; None where the device has none."""
-        if not hasattr(self._module, "Event"):
+        if not self.has_events:
             return None
         event = self._module.Event()
         event.record()

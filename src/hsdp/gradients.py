@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Placement
 
-from hsdp.collectives import Column, Pending
+from hsdp.collectives import Column
 from hsdp.dtensors import row_sum_placements, unreduced_placements
 from hsdp.internals import storage_use_count
 from hsdp.layout import plan_buckets
+from hsdp.pending import Pending
 from hsdp.segment import Segment
 from hsdp.unit import Unit
 

@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hsdp.collectives import Pending, WaitError
 from hsdp.gradients import Gradients
+from hsdp.pending import Pending, WaitError
 from hsdp.segment import Segment
 from hsdp.unit import Unit
 from hsdp.waits import Waits

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hsdp.calls import Call, Calls
 from hsdp.collectives import TAG_SPACE, Column
+from hsdp.diagnosis import Phase
 from hsdp.gradients import Gradients
 from hsdp.ignored import IgnoredGradients
 from hsdp.internals import call_after_backward, is_backward_running
@@ -64,10 +64,11 @@ class Schedule:
         units: in the order their modules are registered, children before their parents, the root's last.
         column: the replicate axis, or None where it has one rank.
         salt: tells this schedule's messages from those of another one over the same groups; equal on all ranks.
+        waits: what is around every wait of it.
     """
 
-    def __init__(self, units: list[Unit], mesh: DeviceMesh, column: Column | None, salt: int) -> None:
-        self.units, self.mesh, self.column, self.salt = units, mesh, column, salt
+    def __init__(self, units: list[Unit], mesh: DeviceMesh, column: Column | None, salt: int, waits: Waits) -> None:
+        self.units, self.mesh, self.column, self.salt, self.waits = units, mesh, column, salt, waits
         self.num_copies = 0  # deep copies made of it
         self.states = {unit: UnitState(unit) for unit in units}
         self.hooks: list[Any] = []  # the module hooks that call this schedule, to hand them over to another one
@@ -77,14 +78,12 @@ class Schedule:
         self.creates_graph = False  # whether the backward that runs is itself differentiable
         self.keeps_gathered = False  # nothing is released: a later backward goes through the graph of an earlier one
         self.num_holds = 0  # nothing is released either: the user asked for it
-        self.waits = Waits(dist.get_rank(), mesh.mesh.flatten().tolist(), salt)
         self.replaced = Replaced()
-        self.ignored: IgnoredGradients | None = None
+        self.ignored = IgnoredGradients([], mesh)
         self.num_backwards = 0
         self._tag_units(salt)
         self._gradients: Gradients | None = None
-        self._order: list[Unit] = []  # units in the order of this forward
-        self._last_order: list[Unit] = []  # and of the one before
+        self._order, self._last_order = list[Unit](), list[Unit]()  # units as this forward came to them, and the last
         self._calls = Calls()
         self.reductions = Reductions(units, self.waits)
         for unit in units:
@@ -132,6 +131,8 @@ class Schedule:
 
     def pre_forward(self, units: list[Unit]) -> Call:
         """Gather `units` for a forward (or for its recomputation in backward) and start on what comes next."""
+        self.waits.start(self)
+        self.waits.progress.come_to(Phase.BACKWARD if self.in_backward else Phase.FORWARD, units[0].name)
         for unit in units:
             if not self.in_backward:
                 unit.unmark_outdated()
@@ -179,6 +180,7 @@ class Schedule:
         """The root's forward ended. Without a backward to come nothing stays gathered."""
         if self.in_backward:
             return
+        self.waits.progress.phase = Phase.AFTER_FORWARD
         for unit in self.units:
             if not self._calls.any_expected:
                 self._release(unit)
@@ -281,6 +283,7 @@ class Schedule:
         """Gather the units of `call` and start on those of the one before."""
         for over in self._calls.open(call):
             self._close(over)
+        self.waits.progress.come_to(Phase.BACKWARD, call.units[0].name)
         backwards = call.units[::-1]  # also here they come in the opposite order of forwards
         for unit in backwards:
             if self.states[unit].unshard_in_backward:
@@ -349,8 +352,9 @@ class Schedule:
             self.reductions.finish()
             with self.waits.during("cross-reduce", self.units[-1].name):
                 self.gradients.finish()
-            if self.ignored is not None and self.units[-1].reduces and self.units[-1].cross_reduces:
+            if synchronises := self.units[-1].reduces and self.units[-1].cross_reduces:
                 self.ignored.reduce()
+            self.waits.progress.finish_backward(synchronises)
         self.reset()
         if not self.keeps_gathered:  # a graph of a graph reaches parameters without passing any output
             for unit in self.units:
@@ -368,6 +372,7 @@ class Schedule:
             state.in_forward = 0
         self._order, self.keeps_gathered = [], False
         self._calls.end_backward(forget=True)
+        self.waits.progress.recover()
         self.reset()
 
     def reset(self) -> None:

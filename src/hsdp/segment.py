@@ -22,11 +22,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hsdp.collectives import Pending, ReduceJob, Row
+from hsdp.collectives import ReduceJob, Row
 from hsdp.dtensors import final_placements, local_of, placements_of
 from hsdp.internals import move_hooks
 from hsdp.layout import GradLayout, plan_gradients, plan_segment
 from hsdp.param import TIE, Param
+from hsdp.pending import Pending
 from hsdp.precision import Precision, sum_dtype
 
 

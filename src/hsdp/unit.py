@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hsdp.collectives import Pending, Row
+from hsdp.collectives import Row
 from hsdp.outdated import OutdatedGrad, outdated_full
 from hsdp.param import TIE, Param
+from hsdp.pending import Pending
 from hsdp.precision import Precision
 from hsdp.segment import Segment
 

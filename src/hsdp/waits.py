@@ -1,52 +1,81 @@
-"""When a collective does not complete: who waits for what, told by every rank that failed, in one message.
+"""Around every wait: what is waited for, and what is raised when it does not come.
 
 Messages carry the unit they belong to, so two units are never mixed up; a unit that some ranks of a row skip leaves the
-others waiting. A rank whose wait fails writes where it was to the store that the default group was made with, waits a
-moment for the others to do the same, and raises with all of it.
+others waiting. A rank whose wait fails asks the monitor who is where, and raises with all of it.
 
-    rank 0   skips unit "expert", goes on          waits for reduce of "head"     --- writes, reads, raises
-    rank 1   waits for gather of "expert"          ... timeout_s ...              --- writes, reads, raises
+    rank 0   skips unit "expert", goes on          waits for reduce of "head"     --- tells, listens, raises
+    rank 1   waits for gather of "expert"          ... timeout_s ...              --- tells, listens, raises
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
 
-from hsdp.collectives import PairingError, WaitError
-from hsdp.control import format_ranks
 from hsdp.internals import default_store
-
-GRACE_S = 5.0  # ranks that wait for each other time out within moments, so the last one is heard in this time
+from hsdp.monitor import BEAT_S, Event, Monitor, Watch
+from hsdp.pending import PairingError, WaitError
 
 SAME_UNITS = "All ranks of a row must run the same units, equally often and in one order"
 
 
 class Waits:
-    """Where this rank waits, for one schedule.
+    """The waits of one schedule.
 
     Args:
         rank: this rank.
-        ranks: all ranks of the mesh.
-        key: tells this schedule's notes from those of another; equal on all ranks.
+        rows: the ranks of the mesh, row by row.
+        key: tells this schedule's records from those of another; equal on all ranks.
+        limit_s: how long a wait may last.
+        record_event: gives an event behind what is queued on the device, where the host does not wait for it.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], key: int) -> None:
-        self._rank, self._ranks, self._key = rank, list(ranks), key
-        self._failures = 0
+    def __init__(
+        self,
+        rank: int,
+        rows: Sequence[Sequence[int]],
+        key: str,
+        limit_s: float,
+        record_event: Callable[[], Event | None] | None = None,
+    ) -> None:
+        self._made_of = (rank, rows, key, limit_s, record_event)
         self.messages: dict[int, tuple[str, str]] = {}  # by tag: what a message is for, and its unit
+        self.monitor = Monitor(f"hsdp/monitor/{key}", rank, rows, min(BEAT_S, limit_s / 4))
+        self.progress = self.monitor.progress
+        self._watch = Watch(self.monitor, limit_s)
+        self._record_event = record_event
+        self._started = False
+
+    def for_copy(self, number: int) -> Waits:
+        """Those of copy `number` of the model."""
+        rank, rows, key, limit_s, record_event = self._made_of
+        return Waits(rank, rows, f"{key}/{number}", limit_s, record_event)
+
+    def start(self, owner: object) -> None:
+        """Begin to tell the other ranks of this one's progress, as long as `owner` lives."""
+        if not self._started:
+            self._started = True
+            self.monitor.start(default_store())
+            weakref.finalize(owner, self.stop)  # also when the process ends
+
+    def stop(self) -> None:
+        """Nothing of it runs any more."""
+        self._watch.stop()
+        self.monitor.stop()
 
     @contextmanager
     def during(self, action: str, unit: str) -> Iterator[None]:
         """Around a wait. `action`: what is waited for, such as "gather".
 
         Raises:
-            RuntimeError: the wait failed; the text names the unit and what every rank that failed was waiting for.
+            RuntimeError: the wait failed; the text names the unit, where every rank is, and who is missing.
         """
+        self._watch.check()
+        progress = self.progress
+        came_to, progress.unit, progress.waits_for = progress.unit, unit or "(root)", action
+        since = time.monotonic()
         try:
             yield
         except PairingError as error:
@@ -59,45 +88,7 @@ class Waits:
                 + f". {SAME_UNITS}"
             ) from error
         except WaitError as error:
-            here = {"action": action, "unit": unit or "(root)"}
-            raise RuntimeError(self._explain(here, error)) from error
-
-    def _explain(self, here: dict[str, Any], error: WaitError) -> str:
-        notes = {self._rank: here, **self._exchange(here)}
-        same = sorted(rank for rank, note in notes.items() if note == here)
-        other = [
-            f"rank {rank} waits for the {note['action']} of unit {note['unit']!r}"
-            for rank, note in sorted(notes.items())
-            if note != here
-        ]
-        silent = sorted(set(self._ranks) - set(notes))
-        parts = [
-            f"the {here['action']} of unit {here['unit']!r} did not complete: {error}",
-            f"waiting for it: {format_ranks(same)}",
-            *other,
-            *([f"{format_ranks(silent)} did not fail: dead, stopped, or never came this far"] if silent else []),
-        ]
-        return "; ".join(parts) + f". {SAME_UNITS}; ranks that wait for something else skipped it"
-
-    def _exchange(self, here: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Notes of the other ranks that fail within the grace; none where there is no store any more."""
-        self._failures += 1
-        prefix = f"hsdp/waits/{self._key}/{self._failures}"
-        found: dict[int, dict[str, Any]] = {}
-        try:
-            store = default_store()
-            store.set(f"{prefix}/{self._rank}", json.dumps(here))
-            deadline = time.monotonic() + GRACE_S
-            waiting = [rank for rank in self._ranks if rank != self._rank]
-            while waiting and time.monotonic() < deadline:
-                for rank in [rank for rank in waiting if store.check([f"{prefix}/{rank}"])]:
-                    found[rank] = json.loads(store.get(f"{prefix}/{rank}"))
-                    waiting.remove(rank)
-                time.sleep(0.05)
-            # The store lives in one of the ranks: it must not go before the others have read.
-            store.wait([f"{prefix}/{self._rank}"], timedelta(seconds=1))
-            if found:
-                time.sleep(0.2)
-        except RuntimeError:  # the store's rank is gone
-            pass
-        return found
+            raise RuntimeError(self.monitor.explain(time.monotonic() - since, str(error), error.suspects)) from error
+        progress.unit, progress.waits_for = came_to, ""
+        if self._record_event is not None:
+            self._watch.add(self._record_event(), action, unit or "(root)")

@@ -5,6 +5,7 @@ Every function here is a collective over the mesh: all ranks of it call it with 
 
 from __future__ import annotations
 
+import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Sequence
@@ -21,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from hsdp.buffers import POLICIES, broadcast_buffers, place_buffers
 from hsdp.collectives import Column, broadcast_first, make_column, make_row
-from hsdp.control import exchange_over_mesh, first_difference
+from hsdp.control import DEFAULT_TIMEOUT_S, exchange_over_mesh, first_difference
 from hsdp.copying import deepcopy_wrapped
 from hsdp.device import DeviceHandle
 from hsdp.dtensors import local_of
@@ -37,6 +38,7 @@ from hsdp.schedule import Schedule
 from hsdp.topology import discover
 from hsdp.unit import Unit
 from hsdp.units import UnitPlan, own_modules
+from hsdp.waits import Waits
 
 ShardPlacement = Callable[[nn.Parameter], "Shard | None"]
 
@@ -48,7 +50,7 @@ class Options:
     precision: Precision
     reshard_after_forward: bool | None = None
     sync_replicas: bool = True
-    timeout_s: float = 120.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
     init: Init | None = None
     shard_placement_fn: ShardPlacement | None = None
     ignored_params: Collection[nn.Parameter] = ()
@@ -141,11 +143,15 @@ def check_equal(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options) -
 
 def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: int) -> Schedule:
     """Make the units of `plans` (children first, the root last), their schedule and their hooks."""
-    device = DeviceHandle(mesh.device_type).device
+    handle = DeviceHandle(mesh.device_type)
+    device = handle.device
     timeout = timedelta(seconds=options.timeout_s)
     row = make_row(mesh.get_group(mesh.ndim - 1), mesh.device_type, timeout)
     column = make_column(mesh.get_group(0), mesh.device_type, timeout) if mesh.ndim == 2 and mesh.size(0) > 1 else None
-    seed = exchange_over_mesh(torch.initial_seed(), mesh)[0]
+    seed, key = exchange_over_mesh([torch.initial_seed(), uuid.uuid4().hex], mesh)[0]
+    record_event = handle.record_event if handle.has_events else None
+    rows = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
+    waits = Waits(dist.get_rank(), rows, key, options.timeout_s, record_event)
     replaced = Replaced()
     for param in (param for plan in plans for param in plan.params):
         if param.inner is None:
@@ -167,7 +173,7 @@ def build(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options, salt: i
         elif options.sync_replicas:
             sync_columns(unit, mesh)
         units[id(plan)] = unit
-    schedule = _schedule(plans, [units[id(plan)] for plan in plans], mesh, column, salt)
+    schedule = _schedule(plans, [units[id(plan)] for plan in plans], mesh, column, salt, waits)
     schedule.world = discover(mesh)
     schedule.replaced.take(replaced)
     for plan in plans:
@@ -194,7 +200,7 @@ def _name_from(root: nn.Module, schedule: Schedule) -> None:
 
 
 def _schedule(
-    plans: Sequence[UnitPlan], units: list[Unit], mesh: DeviceMesh, column: Column | None, salt: int
+    plans: Sequence[UnitPlan], units: list[Unit], mesh: DeviceMesh, column: Column | None, salt: int, waits: Waits
 ) -> Schedule:
     """One schedule for the new units and for those that were wrapped before below or beside them."""
     modules = {id(module): module for plan in plans for top in plan.modules for module in top.modules()}
@@ -205,7 +211,7 @@ def _schedule(
     earlier = list(dict.fromkeys(state_of(module).schedule for module in wrapped))
     # Units on another mesh keep a schedule of their own: their order is theirs.
     earlier = [schedule for schedule in earlier if schedule.mesh == mesh]
-    schedule = Schedule([unit for old in earlier for unit in old.units] + units, mesh, column, salt)
+    schedule = Schedule([unit for old in earlier for unit in old.units] + units, mesh, column, salt, waits)
     for old in earlier:
         schedule.take_over(old)
     return schedule

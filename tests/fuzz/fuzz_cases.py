@@ -219,7 +219,7 @@ def grouped_rows() -> Iterator[None]:
     """Rows made inside go the way of backends without tags, over gloo."""
 
     def make_row(group: dist.ProcessGroup, *args: Any) -> Row:
-        return GroupedRow(group) if group.size() > 1 else collectives.make_row(group, *args)
+        return GroupedRow(group, args[0]) if group.size() > 1 else collectives.make_row(group, *args)
 
     with mock.patch("hsdp.wrap.make_row", make_row):
         yield

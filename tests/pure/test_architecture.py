@@ -28,11 +28,11 @@ MAX_FUNCTION_LINES = 60
 # package itself: everything up to it is the engine, which knows no device by name and keeps no global state.
 LEVELS: dict[str, tuple[str, ...]] = {
     "L0": ("tensors", "device", "layout", "precision", "control", "dtensors", "internals", "outdated"),
-    "L1": ("placement", "draw", "topology", "mesh", "collectives", "param"),
+    "L1": ("placement", "draw", "topology", "mesh", "diagnosis", "pending", "collectives", "param"),
     "L2": ("segment", "unit", "gradients", "buffers", "ignored"),
-    "L3": ("waits", "reductions", "calls", "schedule", "hooks"),
+    "L3": ("monitor", "waits", "reductions", "calls", "schedule", "hooks"),
     "L4": ("units", "materialize", "module", "copying", "wrap", "replicas", "accumulate", "describe", "target", "api"),
-    "L5": ("clip", "loss", "checkpoint", "monitor"),
+    "L5": ("clip", "loss", "checkpoint"),
     "package": ("__init__",),
     "L6": (
         *("integrations", "data", "model", "options", "progress", "runs"),
