@@ -35,6 +35,8 @@ import torch.distributed as dist
 from harness_rank import SHOW_STACKS, Job, Outcome, dump, load, rank_main
 
 MAX_WORLD = 8
+# What ranks with a default group train on; a fixture sets another one for the tests that it runs once more there.
+device_type = "cpu"
 # Imported once in the template; whatever is missing here is imported again by each rank that needs it.
 _PRELOAD = [
     "pytest",
@@ -115,6 +117,7 @@ def run_ranks(
                     store_port=store.port,
                     group_timeout_s=group_timeout_s,
                     init_group=init_group,
+                    device_type=device_type if init_group else "cpu",
                 )
                 run.ranks.append(_start(context, job))
             _collect(run, timeout_s, grace_s)

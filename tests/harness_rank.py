@@ -49,6 +49,7 @@ class Job:
     store_port: int
     group_timeout_s: float
     init_group: bool
+    device_type: str  # "cpu", or a module to import that brings a device type of its name
 
 
 @dataclass
@@ -66,7 +67,7 @@ def dump(value: Any) -> bytes:
 
 
 def load(payload: bytes) -> Any:
-    return torch.load(io.BytesIO(payload), weights_only=False)
+    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
 
 
 def rank_main(job: Job, connection: multiprocessing.connection.Connection) -> None:
@@ -98,19 +99,33 @@ def _run_job(job: Job) -> tuple[bytes, bool]:
         random.seed(0)
         warnings.resetwarnings()
         warnings.simplefilter("default")
+        device = _use_device(job) if job.device_type != "cpu" else None
         if job.init_group:
-            _init_group(job)
+            _init_group(job, "gloo" if device is None else f"cpu:gloo,{job.device_type}:{device.BACKEND}")
         args, kwargs = load(job.arguments)
-        return dump(Outcome(value=_import(job)(job.rank, job.world, *args, **kwargs))), False
+        value = _import(job)(job.rank, job.world, *args, **kwargs)
+        if device is not None and (races := device.races()):
+            raise AssertionError(f"{len(races)} races on {job.device_type}:\n" + "\n".join(races))
+        return dump(Outcome(value=value)), False
     except BaseException as error:  # SystemExit and KeyboardInterrupt are answers too
         trace = "".join(traceback.format_exception(error))
         return dump(Outcome(error=(type(error).__name__, str(error)), trace=trace)), True
 
 
-def _init_group(job: Job) -> None:
+def _use_device(job: Job) -> Any:
+    """Let this rank train on a fake device: what the function makes is there unless it says otherwise."""
+    device = importlib.import_module(job.device_type)
+    module = torch.get_device_module(job.device_type)
+    module.set_device(job.rank % module.device_count())
+    torch.set_default_device(job.device_type)
+    device.race_check(True)
+    return device
+
+
+def _init_group(job: Job, backend: str) -> None:
     timeout = datetime.timedelta(seconds=job.group_timeout_s)
     store = dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timeout, use_libuv=True)
-    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world, timeout=timeout)
 
 
 def _import(job: Job) -> Callable[..., Any]:

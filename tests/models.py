@@ -203,7 +203,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     text = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         text.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        text.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        text.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return text.hexdigest()
 
 
