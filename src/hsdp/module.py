@@ -43,12 +43,12 @@ class ModuleState:
 class UnshardHandle:
     """Returned by `HSDPModule.unshard(async_op=True)`."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, state: ModuleState) -> None:
+        self._state = state
 
     def wait(self) -> None:
         """Wait until the full parameters exist; may be called more than once."""
-        self._unit.finish_gather()
+        self._state.schedule.gather(self._state.unit)
 
 
 class HSDPModule(FSDPModule):
@@ -58,12 +58,13 @@ class HSDPModule(FSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's parameters; with `async_op`, return a handle to wait on."""
-        unit = state_of(self).unit
-        unit.start_gather()
-        unit.exposed = True
+        state = state_of(self)
+        state.unit.start_gather()
+        state.unit.exposed = True
+        handle = UnshardHandle(state)
         if async_op:
-            return UnshardHandle(unit)
-        unit.finish_gather()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:

@@ -131,7 +131,6 @@ class Schedule:
 
     def pre_forward(self, units: list[Unit]) -> Call:
         """Gather `units` for a forward (or for its recomputation in backward) and start on what comes next."""
-        self.waits.start(self)
         self.waits.progress.come_to(Phase.BACKWARD if self.in_backward else Phase.FORWARD, units[0].name)
         for unit in units:
             if not self.in_backward:
@@ -188,6 +187,7 @@ class Schedule:
 
     def gather(self, unit: Unit) -> None:
         """Gather `unit` now."""
+        self.waits.start(self)
         with self.waits.during("gather", unit.name):
             unit.finish_gather()
 

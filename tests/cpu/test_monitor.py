@@ -210,3 +210,18 @@ def test_a_device_that_comes_along_is_left_alone() -> None:
     assert exits == []
     watch.stop()
     monitor.stop()
+
+
+def unshard_alone(rank: int, world: int) -> str | None:
+    model = build(mesh=(1, 2))
+    if rank == 1:
+        return None
+    with pytest.raises(RuntimeError) as error:
+        model[1].unshard()
+    return str(error.value)
+
+
+def test_unshard_before_the_first_step() -> None:
+    text = run_ranks(2, unshard_alone, grace_s=PROMISED_S)[0]
+    assert text.startswith("the gather of unit '1' did not complete on rank 0: waited ")
+    assert "likely: rank 1 did not begin the first step" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -138,9 +139,10 @@ class Mixed(nn.Module):
         super().__init__()
         self.first = nn.Linear(6, 300, device=first)
         self.second = nn.Linear(300, 6, device=second)
-        table = torch.arange(6.0, device="cpu")
-        self.first.register_buffer("table", table)
-        self.second.register_buffer("table", table)
+        table, watched = torch.arange(6.0, device="cpu"), torch.zeros(1, device="cpu")
+        for part in (self.first, self.second):
+            part.register_buffer("table", table)
+            part.register_buffer("watched", watched)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x))) * self.second.table
@@ -178,6 +180,7 @@ def move_mixed(rank: int, world: int) -> Any:
     model = Mixed("fakeacc:2", "cpu")
     model.register_parameter("ignored", ignored)
     table, held = model.first.table, [model.first.table]
+    weak = weakref.ref(model.first.watched)  # what has a weak reference cannot be swapped
     early = adamw(model.parameters())
     hsdp.hybrid_shard(
         model, mesh=(1, 2), device="fakeacc:2", ignored_params={ignored}, reduce_ignored=False, announce=False
@@ -190,6 +193,9 @@ def move_mixed(rank: int, world: int) -> Any:
     assert model.first.table is table
     assert model.second.table is table
     assert held[0].device == torch.device("fakeacc:2")
+    assert model.first.watched is model.second.watched
+    assert model.first.watched.device == torch.device("fakeacc:2")
+    assert (weak() is model.first.watched) == (os.environ.get("FAKEACC_NO_SET_DATA") is None)
     model(torch.ones(2, 6, device="fakeacc:2")).sum().backward()
     assert all(param.grad is not None for name, param in model.named_parameters() if name != "ignored")
     with pytest.raises(RuntimeError, match="as it was before it was sharded"):
