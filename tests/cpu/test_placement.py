@@ -124,7 +124,8 @@ def test_process_groups(columns: list[list[int]] | None, rows: list[list[int]] |
         ([[0, 1], [2, 3]], [[0, 1], [2, 3]], "share more than rank"),
         ([[0, 2], [1, 3]], [[0, 1, 2, 3]], "share more than rank"),
         ([[0, 1, 2], [3]], [[0, 3], [1], [2]], "down this column are"),
-        ([[0, 3], [2, 1]], [[0, 1], [2, 3]], "form no mesh"),
+        ([[0, 3], [2, 1]], [[0, 1], [2, 3]], "of one row see the rows"),
+        ([[0, 3], [1, 2]], [[0, 1], [2, 3]], "the replicate groups along this row are"),
     ],
 )
 def test_groups_that_form_no_mesh(columns: list[list[int]], rows: list[list[int]], part: str) -> None:
