@@ -207,6 +207,7 @@ def test_a_device_that_comes_along_is_left_alone() -> None:
     late.done = True
     time.sleep(1.0)
     watch.check()
+    assert not monitor.progress.failed
     assert exits == []
     watch.stop()
     monitor.stop()
