@@ -74,18 +74,18 @@ class DeviceHandle:
 
 def choose_device(
     asked: torch.device | str | int | None,
-    tensors: Mapping[str, torch.Tensor],
+    places: Mapping[str, torch.device],
     mesh_type: str | None,
     default_type: str,
 ) -> tuple[str, int | None]:
     """Which device a model is to be sharded on: (type, index), the index None where the current one is meant.
 
-    What was asked for comes first, then where `tensors` are, then the mesh's type, then `default_type`. Tensors on the
+    What was asked for comes first, then where tensors are, then the mesh's type, then `default_type`. Tensors on the
     CPU or on the meta device decide nothing, and move.
 
     Args:
         asked: the user's `device`; a number is an index of the accelerator that the rest names.
-        tensors: what will be sharded, by name.
+        places: where the tensors are that will be sharded, by name.
         mesh_type: of the user's mesh, if there is one.
         default_type: where nothing else says anything.
 
@@ -93,18 +93,18 @@ def choose_device(
         ValueError: tensors on two accelerators, or on another than was asked for; or some on the CPU beside others on
             an accelerator, where neither a device nor a mesh says that they are to move.
     """
-    places: dict[torch.device, list[str]] = {}
-    for name, tensor in tensors.items():
-        if tensor.device.type != "meta":
-            places.setdefault(tensor.device, []).append(name)
-    on_cpu = places.pop(torch.device("cpu"), [])
-    if len(places) > 1:
+    names_on: dict[torch.device, list[str]] = {}
+    for name, place in places.items():
+        if place.type != "meta":
+            names_on.setdefault(place, []).append(name)
+    on_cpu = names_on.pop(torch.device("cpu"), [])
+    if len(names_on) > 1:
         raise ValueError(
             "parameters are on several devices: "
-            + "; ".join(f"{device}: {_some(names)}" for device, names in places.items())
+            + "; ".join(f"{device}: {_some(names)}" for device, names in names_on.items())
             + "; move the model to one of them, or leave some out with ignored_params"
         )
-    found = next(iter(places), None)
+    found = next(iter(names_on), None)
     wanted = _wanted(asked, found.type if found else mesh_type or default_type)
     if wanted is not None and mesh_type is not None and wanted[0] != mesh_type:
         raise ValueError(f"device={asked!r} is no device of the mesh, which is for {mesh_type!r}; give one of the two")
@@ -114,12 +114,12 @@ def choose_device(
     if target[0] != found.type or target[1] not in (None, found.index):
         source = f"device={asked!r}" if asked is not None else f"the mesh, which is for {mesh_type!r},"
         raise ValueError(
-            f"{source} does not fit parameters on {found}: {_some(places[found])}; only parameters on the CPU or on "
+            f"{source} does not fit parameters on {found}: {_some(names_on[found])}; only parameters on the CPU or on "
             "the meta device are moved"
         )
     if on_cpu and asked is None and mesh_type is None:
         raise ValueError(
-            f"some parameters are on {found}: {_some(places[found])}, others on the CPU: {_some(on_cpu)}; pass "
+            f"some parameters are on {found}: {_some(names_on[found])}, others on the CPU: {_some(on_cpu)}; pass "
             f"device={str(found)!r} to move these as well, or leave them out with ignored_params"
         )
     return found.type, found.index

@@ -36,7 +36,7 @@ class Target:
     """What says where a model is to be sharded: the user, and the parameters that will be."""
 
     asked: torch.device | str | int | None
-    tensors: dict[str, torch.Tensor]
+    places: dict[str, torch.device]  # of the parameters, by name
 
     @staticmethod
     def of(
@@ -49,7 +49,7 @@ class Target:
         return Target(
             asked,
             {
-                prefix + name: local_of(param)
+                prefix + name: local_of(param).device
                 for prefix, module in zip(prefixes, modules, strict=True)
                 for name, param in module.named_parameters()
                 if param not in left_out
@@ -63,10 +63,10 @@ class Target:
             ValueError: see `choose_device`; or there is no such device, or no backend for it.
         """
         if mesh is None:
-            device_type, index = choose_device(self.asked, self.tensors, None, default_device_type())
+            device_type, index = choose_device(self.asked, self.places, None, default_device_type())
             require_backend(None, device_type, "the default process group")
         else:
-            device_type, index = choose_device(self.asked, self.tensors, mesh.device_type, mesh.device_type)
+            device_type, index = choose_device(self.asked, self.places, mesh.device_type, mesh.device_type)
             for axis in range(mesh.ndim):
                 require_backend(mesh.get_group(axis), device_type, f"the process group of mesh axis {axis}")
         handle = DeviceHandle(device_type)

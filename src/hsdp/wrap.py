@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from hsdp.buffers import POLICIES, broadcast_buffers, place_buffers
 from hsdp.collectives import Column, broadcast_first, make_column, make_row
-from hsdp.control import DEFAULT_TIMEOUT_S, exchange_over_mesh, first_difference
+from hsdp.control import DEFAULT_TIMEOUT_S, check_timeout, exchange_over_mesh, first_difference
 from hsdp.copying import deepcopy_wrapped
 from hsdp.device import DeviceHandle
 from hsdp.dtensors import local_of
@@ -65,6 +65,7 @@ def check_plans(plans: Sequence[UnitPlan], mesh: DeviceMesh, options: Options) -
     Raises:
         ValueError: a parameter that is sharded already or sparse, or an option that does not fit.
     """
+    check_timeout(options.timeout_s)
     if options.sync_buffers not in POLICIES:
         raise ValueError(f"sync_buffers={options.sync_buffers!r}: expected one of {', '.join(map(repr, POLICIES))}")
     for plan in plans:

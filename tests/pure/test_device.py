@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from hsdp.device import DeviceHandle, choose_device, move
 
 
 def on(**places: str) -> Any:
-    """Stand-ins for parameters: only their device counts here."""
-    return {name: SimpleNamespace(device=torch.device(device)) for name, device in places.items()}
+    """Where parameters are, by name."""
+    return {name: torch.device(device) for name, device in places.items()}
 
 
 XPU = on(a="xpu:1", b="xpu:1", c="meta")
