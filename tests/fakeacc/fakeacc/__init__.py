@@ -40,6 +40,7 @@ def _load() -> Any:
 _C = _load()
 race_check, races = _C.race_check, _C.races
 start_trace, stop_trace = _C.start_trace, _C.stop_trace
+skip_wait, num_waits = _C.skip_wait, _C.num_waits
 
 
 def _index(device: Any = None) -> int:

@@ -52,4 +52,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("race_check", &fakeacc::race::check);
   module.def("races", &fakeacc::race::take_reports);
   module.def("make_group", &fakeacc::make_group);
+  module.def("skip_wait", &fakeacc::skip_wait);
+  module.def("num_waits", &fakeacc::num_waits);
 }

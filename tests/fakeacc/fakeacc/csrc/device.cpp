@@ -25,6 +25,11 @@ std::mutex trace_mutex;
 std::atomic<bool> tracing{false};
 std::vector<TraceEntry> trace;
 
+int64_t next_number() {  // for streams and events; 0 is every device's default stream
+  static std::atomic<int64_t> next{1};
+  return next++;
+}
+
 void check_index(int device) {
   TORCH_CHECK(device >= 0 && device < device_count(), "fakeacc: no device ", device, ", there are ", device_count());
 }
@@ -53,6 +58,7 @@ bool device_was_used(int device) { return used[device]; }
 
 Stream current_stream() { return current_stream_of(this_device); }
 Stream current_stream_of(int device) { return {device, streams[device]}; }
+Stream new_stream(int device) { return {device, next_number()}; }
 
 void start_trace() {
   std::lock_guard<std::mutex> lock(trace_mutex);
@@ -83,10 +89,6 @@ namespace {
 Stream key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static int64_t next_number() {  // for streams and events; 0 is every device's default stream
-    static std::atomic<int64_t> next{1};
-    return next++;
-  }
   static int index_of(c10::Device device) { return device.has_index() ? device.index() : this_device; }
   static c10::Device device_of(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
   static c10::Stream stream_of(int device, c10::StreamId id) {

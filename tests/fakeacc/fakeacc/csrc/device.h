@@ -29,6 +29,7 @@ bool device_was_used(int device);
 
 Stream current_stream();
 Stream current_stream_of(int device);
+Stream new_stream(int device);  // one that nobody has used
 
 // ---- trace: (what, device, stream) in the order of the host --------------------------------------------------------
 

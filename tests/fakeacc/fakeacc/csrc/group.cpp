@@ -10,6 +10,9 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/StreamGuard.h>
 
+#include <atomic>
+#include <mutex>
+
 namespace fakeacc {
 
 namespace {
@@ -19,7 +22,15 @@ using TensorLists = std::vector<Tensors>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr int64_t kFirstGroupStream = 1'000'000;  // far from those that c10 is asked for
-constexpr int64_t kNumGroupStreams = 100'000;
+
+std::atomic<int64_t> num_groups{0};
+std::atomic<int64_t> num_waits_so_far{0};
+std::atomic<int64_t> skipped_wait{-1};  // which of the waits orders nothing; none where negative
+
+c10::Stream stream_of(Stream stream) {
+  const c10::Device device(kType, static_cast<c10::DeviceIndex>(stream.first));
+  return c10::Stream(c10::Stream::UNSAFE, device, stream.second);
+}
 
 Tensors on_host(const Tensors& tensors) {
   Tensors result;
@@ -41,51 +52,62 @@ Tensors flat(const TensorLists& lists) {
 
 // gloo's work, with results on the device and their place in the order of streams.
 struct GroupWork final : c10d::Work {
-  WorkPtr inner;            // null where it has ended already
+  WorkPtr inner;
   Tensors outputs, inputs;  // alive until it ends
   race::Clock end;          // of the group's stream
   c10::intrusive_ptr<c10::ivalue::Future> future;
   bool completes_in_wait = false;
+  std::recursive_mutex mutex;  // what waits for the future may wait for the work again
+  bool ended = false;
 
-  GroupWork(WorkPtr work, Tensors results, Tensors sources, c10::Device device, std::optional<c10::Stream> stream)
-      : inner(std::move(work)), outputs(std::move(results)), inputs(std::move(sources)) {
+  GroupWork(WorkPtr work, Tensors results, Tensors sources, c10::Device device, race::Clock clock)
+      : inner(std::move(work)), outputs(std::move(results)), inputs(std::move(sources)), end(std::move(clock)) {
     future = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
-    auto complete = [future = future, outputs = outputs, stream](c10::ivalue::Future& done) {
-      c10::OptionalStreamGuard guard;
-      if (stream) guard.reset_stream(*stream);  // the future's event is then on the group's stream
+    auto finish = [future = future, outputs = outputs, end = end, device](c10::ivalue::Future& done) {
       if (done.hasError()) {
         future->setError(done.exception_ptr());
       } else {
-        future->markCompleted(c10::IValue(outputs));
+        complete(*future, outputs, end, device);
       }
     };
-    if (!inner) {
-      future->markCompleted(c10::IValue(outputs));
-      return;
-    }
     try {
-      inner->getFuture()->addCallback(complete);
+      inner->getFuture()->addCallback(finish);
     } catch (const c10::Error&) {  // gloo has none for reduce_scatter, send and recv
       completes_in_wait = true;
     }
   }
 
+  // The future's event is recorded on a stream that has come exactly as far as this work: the group's own may be
+  // further by now, the current one may not know of the work.
+  static void complete(
+      c10::ivalue::Future& future, const Tensors& outputs, const race::Clock& end, c10::Device device) {
+    const Stream finish = new_stream(device.index());
+    race::join(finish, end);
+    c10::StreamGuard guard(stream_of(finish));
+    future.markCompleted(c10::IValue(outputs));
+  }
+
   bool wait(std::chrono::milliseconds timeout) override {
     note("work_wait");
+    const bool skipped = num_waits_so_far++ == skipped_wait;
     const bool result = host_wait(timeout);
-    race::join(current_stream(), end);
+    if (!skipped) race::join(current_stream(), end);
     return result;
   }
+  // Once: gloo's reduce_scatter writes its output in `wait`, each time it is called.
   bool host_wait(std::chrono::milliseconds timeout) {
-    const bool result = !inner || inner->wait(timeout);
-    if (completes_in_wait && !future->completed()) future->markCompleted(c10::IValue(outputs));
+    std::lock_guard<std::recursive_mutex> lock(mutex);
+    if (ended) return true;
+    const bool result = inner->wait(timeout);
+    ended = true;
+    if (completes_in_wait) complete(*future, outputs, end, future->devices()[0]);
     return result;
   }
   void synchronize() override { wait(kNoTimeout); }
   void blockCurrentStream() override { wait(kNoTimeout); }
-  bool isCompleted() override { return !inner || inner->isCompleted(); }
-  bool isSuccess() const override { return !inner || inner->isSuccess(); }
+  bool isCompleted() override { return inner->isCompleted(); }
+  bool isSuccess() const override { return inner->isSuccess(); }
   Tensors result() override { return outputs; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     if (completes_in_wait) host_wait(kNoTimeout);
@@ -96,6 +118,7 @@ struct GroupWork final : c10d::Work {
 struct Group final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> inner;
   c10::intrusive_ptr<Options> options;
+  const int64_t number = num_groups++;
 
   Group(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
       : Backend(backend->getRank(), backend->getSize()),
@@ -112,6 +135,10 @@ struct Group final : c10d::Backend {
     }
     return tensors;
   }
+  static const TensorLists& check(const TensorLists& lists) {
+    for (const auto& list : lists) check(list);
+    return lists;
+  }
 
   // Wraps what gloo has started, and tells the race checker what the group's stream reads and writes.
   WorkPtr started(const char* name, Tensors outputs, Tensors inputs, WorkPtr work) {
@@ -119,12 +146,10 @@ struct Group final : c10d::Backend {
     note(operation);
     const Tensors& tensors = outputs.empty() ? inputs : outputs;
     const c10::Device device = tensors.empty() ? c10::Device(c10::kCPU) : tensors[0].device();
-    std::optional<c10::Stream> stream;
     race::Clock end;
     if (race::is_on() && !tensors.empty()) {
       const Stream here = current_stream();
-      const Stream own{device.index(), kFirstGroupStream + static_cast<int64_t>(getID() >> 4) % kNumGroupStreams};
-      stream = c10::Stream(c10::Stream::UNSAFE, device, own.second);
+      const Stream own{device.index(), kFirstGroupStream + number};
       race::begin(here);
       race::join(own, race::clock_of(here));
       race::begin(own);
@@ -132,32 +157,13 @@ struct Group final : c10d::Backend {
       for (const auto& tensor : outputs) race::access(block_of(tensor), own, true, operation);
       end = race::clock_of(own);
     }
-    auto result =
-        c10::make_intrusive<GroupWork>(std::move(work), std::move(outputs), std::move(inputs), device, stream);
-    result->end = std::move(end);
-    return result;
+    return c10::make_intrusive<GroupWork>(
+        std::move(work), std::move(outputs), std::move(inputs), device, std::move(end));
   }
 
-  // The sum is divided at once, on the host. gloo's reduce_scatter writes its output in `wait`, each time it is called,
-  // so a work that has been waited for here is not handed on.
-  template <class Options>
-  static bool sum_for_mean(Options& opts) {
-    const bool mean = opts.reduceOp.op_ == c10d::ReduceOp::AVG;
-    if (mean) opts.reduceOp = c10d::ReduceOp::SUM;
-    return mean;
-  }
-
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& given) override {
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
     auto host = on_host(check(tensors));
-    auto opts = given;
-    const bool mean = sum_for_mean(opts);
-    auto work = inner->allreduce(host, opts);
-    if (mean) {
-      work->wait();
-      for (auto& tensor : host) tensor.div_(size_);
-      work = nullptr;
-    }
-    return started("allreduce", tensors, tensors, work);
+    return started("allreduce", tensors, tensors, inner->allreduce(host, opts));
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
     auto host = on_host(check(tensors));
@@ -173,7 +179,7 @@ struct Group final : c10d::Backend {
   }
 
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-    auto to = on_host(outputs);
+    auto to = on_host(check(outputs));
     auto from = on_host(check(inputs));
     return started("allgather", flat(outputs), inputs, inner->allgather(to, from, opts));
   }
@@ -193,23 +199,15 @@ struct Group final : c10d::Backend {
 
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& opts) override {
     auto to = on_host(check(outputs));
-    auto from = on_host(inputs);
+    auto from = on_host(check(inputs));
     return started("reduce_scatter", outputs, flat(inputs), inner->reduce_scatter(to, from, opts));
   }
   WorkPtr _reduce_scatter_base(
-      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& given) override {
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override {
     check({output, input});
     auto to = fakeacc::on_host(output);
     auto from = fakeacc::on_host(input);
-    auto opts = given;
-    const bool mean = sum_for_mean(opts);
-    auto work = inner->_reduce_scatter_base(to, from, opts);
-    if (mean) {
-      work->wait();
-      to.div_(size_);
-      work = nullptr;
-    }
-    return started("reduce_scatter_base", {output}, {input}, work);
+    return started("reduce_scatter_base", {output}, {input}, inner->_reduce_scatter_base(to, from, opts));
   }
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
@@ -229,14 +227,19 @@ struct Group final : c10d::Backend {
     auto from = fakeacc::on_host(input);
     return started("alltoall", {output}, {input}, inner->alltoall_base(to, from, output_sizes, input_sizes, opts));
   }
-  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
-    auto to = on_host(outputs);
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
+    auto to = on_host(check(outputs));
     auto from = on_host(check(inputs));
-    return started("gather", outputs.empty() ? inputs : flat(outputs), inputs, inner->gather(to, from, opts));
+    return started("alltoall", outputs, inputs, inner->alltoall(to, from, opts));
+  }
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
+    auto to = on_host(check(outputs));
+    auto from = on_host(check(inputs));
+    return started("gather", flat(outputs), inputs, inner->gather(to, from, opts));
   }
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) override {
     auto to = on_host(check(outputs));
-    auto from = on_host(inputs);
+    auto from = on_host(check(inputs));
     return started("scatter", outputs, flat(inputs), inner->scatter(to, from, opts));
   }
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
@@ -254,6 +257,13 @@ struct Group final : c10d::Backend {
 };
 
 }  // namespace
+
+int64_t num_waits() { return num_waits_so_far; }
+
+void skip_wait(int64_t number) {
+  num_waits_so_far = 0;
+  skipped_wait = number;
+}
 
 c10::intrusive_ptr<c10d::Backend> make_group(
     c10::intrusive_ptr<c10d::Backend> inner, std::chrono::milliseconds timeout) {

@@ -58,14 +58,25 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
   return at::detail::empty_strided_generic(size, stride, device_memory(), kKeys, c10::dtype_or_default(dtype));
 }
 
+void order(Stream first, Stream then) {
+  race::begin(first);
+  race::join(then, race::clock_of(first));
+}
+
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   if (!inside_kernel) {
     c10::DeviceGuard guard(source.is_privateuseone() ? source.device() : target.device());
+    const Stream here = current_stream();
+    // As CUDA: a copy between devices runs on the source's stream, and the target's stream waits before and after it.
+    const bool crosses = source.is_privateuseone() && target.is_privateuseone() && source.device() != target.device();
+    const Stream there = crosses ? current_stream_of(target.get_device()) : here;
     note("copy");
-    race::begin(current_stream());
-    race::access(block_of(source), current_stream(), false, "copy");
-    race::access(block_of(target), current_stream(), true, "copy");
-    if (!non_blocking && source.is_cpu() != target.is_cpu()) race::host_waits_for(current_stream());
+    if (crosses) order(there, here);
+    race::begin(here);
+    race::access(block_of(source), here, false, "copy");
+    race::access(block_of(target), here, true, "copy");
+    if (crosses) order(here, there);
+    if (!non_blocking && source.is_cpu() != target.is_cpu()) race::host_waits_for(here);
   }
   on_host(target).copy_(on_host(source));
   return target;
@@ -93,6 +104,16 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) {
   race::keep_for(block_of(tensor), key);
 }
 
+// Growth is our own allocation, not the CPU kernel's: that one knows neither the tensor's device nor the checker.
+const at::Tensor& resize_(const at::Tensor& tensor, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(tensor.device());
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  const size_t needed =
+      at::detail::computeStorageNbytesContiguous(sizes, tensor.dtype().itemsize(), tensor.storage_offset());
+  if (tensor.storage().nbytes() < needed) resize_storage(tensor.storage(), needed);
+  return at::native::resize_(tensor, sizes, format);
+}
+
 // ---- views: nothing moves --------------------------------------------------------------------------------------------
 
 at::Tensor as_strided(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
@@ -106,10 +127,6 @@ at::Tensor view(const at::Tensor& tensor, c10::SymIntArrayRef size) {
 
 at::Tensor reshape_alias(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   return at::native::_reshape_alias(tensor, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
-}
-
-const at::Tensor& resize_(const at::Tensor& tensor, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
-  return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 
 at::Tensor& set_tensor(at::Tensor& tensor, const at::Tensor& source) {
@@ -169,12 +186,17 @@ void tell_arguments(const c10::FunctionSchema& schema, const torch::jit::Stack& 
   }
 }
 
+bool holds_tensors(const c10::IValue& value) {
+  return value.isTensor() || value.isTensorList() || value.isOptionalTensorList() || value.isNone();
+}
+
 void tell_results(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, Stream stream,
                   const std::string& name) {
   const auto& results = schema.returns();
   const size_t first = stack.size() - results.size();
   for (size_t i = 0; i < results.size(); i++) {
     if (results[i].alias_info()) continue;  // told as an argument
+    if (!holds_tensors(stack[first + i])) race::host_waits_for(stream);  // a number for the host, as of `equal`
     each_tensor(stack[first + i],
                 [&](const at::Tensor& tensor) { race::access(block_of(tensor), stream, true, name); });
   }
