@@ -233,7 +233,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "unknown names": (lambda: wrap(mesh=two_d(("rows", "columns"))), ["('rows', 'columns')", "('replicate', 'shard')"]),
     "swapped names": (lambda: wrap(mesh=two_d(("shard", "replicate"))), ["('shard', 'replicate')", "in that order"]),
     "no names": (lambda: wrap(mesh=two_d(None)), ["no axis names", "mesh_dim_names"]),
-    "timeout": (lambda: wrap(mesh=two_d(("replicate", "shard")), timeout_s=0), ["timeout_s=0 has to be a number of sec"]),
+    "timeout": (lambda: wrap(mesh=two_d(("replicate", "shard")), timeout_s=0), ["timeout_s=0 has to be a number"]),
     "two spellings": (lambda: wrap(mesh=two_d(("shard", "dp_shard"))), ["['shard', 'dp_shard'] are two spellings"]),
     "no parameters": (
         lambda: hsdp.hybrid_shard(nn.Sequential(nn.ReLU()), shard=4),
