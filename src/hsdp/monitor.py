@@ -26,7 +26,7 @@ from hsdp.diagnosis import Failure, Phase, Seen, explain
 
 BEAT_S = 1.0
 SILENT_S = 2.5  # so long without a beat, and a rank counts as silent
-LISTEN_S = 3.5  # how long to listen after a failure: longer than SILENT_S, and over within 5 s of the limit
+LISTEN_S = 3.0  # how long to listen after a failure: longer than SILENT_S, and over within 5 s of the limit
 POLL_S = 0.3  # between two looks while listening
 JOIN_S = 1.0
 EXIT_STATUS = 70
@@ -94,6 +94,7 @@ class Monitor:
         self._heard: dict[int, _Heard] = {}
         self._rounds = 0  # of listening that the store answered
         self._listened_at = 0.0
+        self._store_lost = False  # whether it did not answer when it was needed
         self._thread: threading.Thread | None = None
         self._stopped, self._listening, self._wake = threading.Event(), threading.Event(), threading.Event()
 
@@ -109,16 +110,16 @@ class Monitor:
         self._stopped.set()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(JOIN_S)  # not longer: a store that does not answer holds it up
+            self._thread.join(0 if self._store_lost else JOIN_S)  # a store that does not answer holds it up
 
     def explain(self, waited_s: float, error: str, suspects: Sequence[int] = ()) -> str:
         """After a wait has failed: tell the others, listen to them for a while, and say what is known."""
         self.progress.failed = True
-        answered = self._listen()
+        self._store_lost = not self._listen()
         now = self._listened_at
         seen = {rank: _seen(heard.told, now - heard.at) for rank, heard in list(self._heard.items())}
         seen[self.rank] = _seen(self.progress.told(), 0.0)
-        return explain(Failure(self.rank, self.rows, waited_s, error, suspects, not answered), seen)
+        return explain(Failure(self.rank, self.rows, waited_s, error, suspects, self._store_lost), seen)
 
     def _listen(self) -> bool:
         """Let the thread listen until nothing more will be learnt, at most `LISTEN_S`; whether the store answered."""
