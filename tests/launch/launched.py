@@ -22,7 +22,8 @@ LAUNCH = EXAMPLES / "launch"
 TRAIN = (str(EXAMPLES / "train.py"), "12")  # 12 steps
 TIMEOUT_S = 120.0
 
-_LAST_LINE = re.compile(r"rank (\d+) on (\S+): held-out loss (\S+)")
+# No end of line: torchrun's Python is unbuffered, so the end is a write of its own and another rank may come between.
+_LAST_LINE = re.compile(r"rank (\d+) on (\S+): held-out loss (\d+\.\d{6})")
 
 
 def environment(**more: str) -> dict[str, str]:
