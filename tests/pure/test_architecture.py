@@ -42,7 +42,10 @@ LEVELS: dict[str, tuple[str, ...]] = {
 HEIGHT = {name: height for height, name in enumerate(name for level in LEVELS.values() for name in level)}
 LEVEL_OF = {name: level for level, names in LEVELS.items() for name in names}
 # What only the extras install: the engine is torch alone.
-EXTRAS = ("matplotlib", "numpy", "psutil", "rich", "typer")
+EXTRAS = (
+    *("matplotlib", "numpy", "psutil", "rich", "typer"),
+    *("accelerate", "lightning", "lightning_fabric", "peft", "pytorch_lightning", "safetensors", "transformers"),
+)
 
 
 @dataclass(frozen=True)
